@@ -1,0 +1,120 @@
+"""Counter-based randomness: a draw is a function of (seed of the run, purpose, step, index) and of nothing else.
+
+There is no generator object and no position to save. Resuming a run means knowing its step number, no row of a fleet depends on its
+neighbours, evaluation consumes nothing, and CPU and GPU draw the same numbers because everything is 64-bit integer arithmetic.
+
+The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What a draw is for; two purposes never share a random number."""
+
+    ORDER = 1  # the order in which a task's examples are shown
+    RESERVOIR = 2  # which examples stay in the episodic memory
+    REFERENCE = 3  # the reference batch
+    PERMUTATION = 4  # pixel permutations of a stream
+    CLASSES = 5  # assignment of classes to tasks
+    SUBSET = 6  # which examples of a data set a task uses
+    INITIAL = 7  # initial parameters
+    LAYERS = 8  # random layers of the model itself, such as dropout
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix(z: Tensor) -> Tensor:
+    # Shifts of signed integers carry the sign along; the masks make them logical shifts. Multiplication wraps around, as it must.
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+@cache
+def _counter(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, count + 1, device=device) * _GOLDEN
+
+
+class Source:
+    """The random numbers of some runs, seeds `[R]`, for one purpose.
+
+    >>> Source([7, 8], Purpose.ORDER).bits(step=0, count=2).shape
+    torch.Size([2, 2])
+    >>> alone = Source([8], Purpose.ORDER).bits(step=0, count=2)
+    >>> bool((Source([7, 8], Purpose.ORDER).bits(step=0, count=2)[1] == alone[0]).all())
+    True
+    """
+
+    def __init__(self, seeds: Tensor | Sequence[int], purpose: Purpose) -> None:
+        self.base = _mix(torch.as_tensor(seeds, dtype=torch.int64) * _GOLDEN + int(purpose))
+
+    def key(self, step: Tensor | int) -> Tensor:
+        """What starts the sequence of a step, `[R]`, for steps `[R]` or one step for all."""
+        return _mix(self.base + (step * _GOLDEN if isinstance(step, Tensor) else _signed(step * _GOLDEN % (1 << 64))))
+
+    def bits(self, step: Tensor | int, count: int) -> Tensor:
+        """`count` uniform 64-bit integers a row, `[R, count]`."""
+        return _mix(self.key(step)[:, None] + _counter(count, self.base.device))
+
+    def uniform(self, step: Tensor | int, count: int) -> Tensor:
+        """`count` float64 numbers a row, uniform on [0, 1)."""
+        return _unit(self.bits(step, count))
+
+    def permutation(self, step: Tensor | int, sizes: list[int]) -> Tensor:
+        """A uniform random permutation of `range(sizes[r])` in each row `r`, `[R, max(sizes)]`; shorter rows are filled up behind their end."""
+        count = max(sizes)
+        keys = self.bits(step, count)
+        if min(sizes) < count:
+            behind = torch.arange(count, device=keys.device) >= torch.tensor(sizes, device=keys.device)[:, None]
+            keys = keys.masked_fill(behind, torch.iinfo(torch.int64).max)
+        return keys.argsort(dim=1, stable=True)
+
+    def sample(self, step: Tensor | int, population: list[int], count: int) -> Tensor:
+        """A uniform random subset of `range(population[r])` of size `count`, in random order, in each row `r`: `[R, count]`.
+
+        Costs O(count log count) whatever the population: a small population is permuted, a large one is drawn from with replacement until
+        `count` different values have come up, which is the same distribution. Every population must hold at least `count`.
+        """
+        smallest = min(population)
+        if smallest <= 4 * count:
+            return self.permutation(step, population)[:, :count]
+        # Distinct values among n draws from M > 4 count: n = −M ln(1 − count/M) draws give `count` on average, with a variance below
+        # n²/2M. Ten standard deviations more make a shortage impossible in practice (probability below 1e-20).
+        expected = -smallest * math.log1p(-count / smallest)
+        attempts = math.ceil(expected + 10 * math.sqrt(expected**2 / (2 * smallest) + 1))
+        size: Tensor | int = smallest
+        if max(population) > smallest:
+            size = torch.tensor(population, device=self.base.device, dtype=torch.float64)[:, None]
+        values = (self.uniform(step, attempts) * size).long()
+        ordered, origin = values.sort(dim=1, stable=True)
+        new = torch.ones_like(ordered, dtype=torch.bool)
+        torch.ne(ordered[:, 1:], ordered[:, :-1], out=new[:, 1:])
+        first = torch.empty_like(new).scatter_(1, origin, new)  # in the order of drawing: is this the value's first time?
+        rank = first.cumsum(1) - 1
+        place = torch.where(first, rank, count).clamp(max=count)  # repetitions and what is too much go to a place behind the end
+        return values.new_zeros(len(values), count + 1).scatter_(1, place, values)[:, :count]
+
+
+def uniform_at(key: Tensor, index: Tensor) -> Tensor:
+    """The numbers at places `index [R, n]` of the sequences that `key [R]` starts, uniform on [0, 1)."""
+    return _unit(_mix(key[:, None] + (index + 1) * _GOLDEN))
+
+
+def _unit(bits: Tensor) -> Tensor:
+    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

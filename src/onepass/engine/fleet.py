@@ -1,0 +1,240 @@
+"""The fleet: R runs of one architecture trained side by side.
+
+`theta [R, P]` holds all parameters of all runs, a row a run. A learner is vector algebra on `[R, P]`; learning rates and strengths are
+columns `[R, 1]`, so seeds and hyper-parameters are just rows. The fleet knows parameters, gradients and devices, and nothing of any
+method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from onepass.draws import Purpose, Source
+from onepass.engine.architecture import Architecture, Prepare
+from onepass.engine.gradients import Gradients, Loss, Mode, Point
+from onepass.errors import InputError
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
+
+Build = Callable[[], nn.Module]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Carry(Protocol):
+    """Moves a `[R, P]` tensor of an old parameter layout into the new one."""
+
+    def __call__(self, old: Tensor, into: Tensor | None = None) -> Tensor: ...
+
+
+class Output(NamedTuple):
+    """What a forward pass gives: logits `[R, B, S]`, and the features `[R, B, D]` that enter the last linear layer."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class Steps(Protocol):
+    """What the fleet needs of a learner."""
+
+    wants_delta: bool
+
+    def direction(self, batch: Batch) -> Tensor: ...
+    def after_step(self, delta: Tensor) -> None: ...
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+class Fleet:
+    """R runs side by side: `theta [R, P]`, buffers `[R, …]`, learning rates `[R, 1]`, and a step counter a run.
+
+    `build` makes the module; it is called once a run under that run's own random seed, so a run's initial parameters depend on its seed
+    alone. `active [R, 1]` says which runs take part in the current step; it gates every write. A run whose loss is not finite has
+    diverged: it is never active again and its neighbours do not notice.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        seeds: Sequence[int],
+        slots: Slots,
+        learning_rate: Sequence[float],
+        *,
+        device: torch.device | str = "cpu",
+        prepare: Prepare = identity,
+        descriptors: Tensor | None = None,
+        gradients: Mode = "auto",
+        head: str | None = None,
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        if not seeds or len(learning_rate) != len(seeds):
+            raise InputError(f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}")
+        if optimizer is not None and len(seeds) > 1:
+            raise InputError("a torch optimizer drives one run; use plain SGD (no optimizer) for a fleet of several")
+        self.device = torch.device(device)
+        self.seeds = torch.tensor(list(seeds), device=self.device)
+        self.slots = slots
+        self.competition = slots.on(self.device)
+        self.learning_rate = torch.tensor(list(learning_rate), device=self.device)[:, None]
+        self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)  # active steps of each run so far
+        self._health = torch.zeros(self.runs, device=self.device)  # 0, or NaN once a loss was not finite
+        self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
+        self.active = self._active[:, None]
+        self.descriptors = None if descriptors is None else descriptors.to(self.device)
+        self._prepare, self._mode, self._head, self._make_optimizer = prepare, gradients, head, optimizer
+        self._generation = 0
+        self._assemble([self._build(build, seed) for seed in seeds])
+
+    @classmethod
+    def around(
+        cls,
+        module: nn.Module,
+        slots: Slots,
+        learning_rate: float,
+        *,
+        seed: int = 0,
+        prepare: Prepare = identity,
+        gradients: Mode = "auto",
+        optimizer: MakeOptimizer | None = None,
+    ) -> Fleet:
+        """A fleet of one run around the user's own module, whose parameters become views of `theta[0]`."""
+        device = next(module.parameters()).device
+        fleet = cls(lambda: module, [seed], slots, [learning_rate], device=device, prepare=prepare, gradients=gradients, optimizer=optimizer)
+        fleet.architecture.bind(fleet.theta[0])
+        return fleet
+
+    # ---- parameters
+
+    @property
+    def runs(self) -> int:
+        return len(self.seeds)
+
+    @property
+    def trainable(self) -> slice:
+        """The columns of theta that learn; the others are frozen, and no gradient is computed for them."""
+        return self.architecture.trainable
+
+    def rebuild(self, build: Build) -> Carry:
+        """Change the architecture between tasks (a new column, a larger head, something frozen).
+
+        A parameter or buffer that keeps its name keeps its values; where its shape grew, the old values fill the leading corner and the
+        rest is initialised by the new module. Returns what a learner needs to carry its own `[R, P]` tensors over: a function from the
+        old layout to the new one, zero for what is new.
+        """
+        before, theta, buffers = self.architecture, self.theta, self.buffers
+        self._generation += 1
+        self._assemble([self._build(build, int(seed)) for seed in self.seeds])
+        after = self.architecture
+
+        def carry(old: Tensor, into: Tensor | None = None) -> Tensor:
+            new = old.new_zeros(len(old), after.size) if into is None else into
+            _fill(dict(zip(before.names, before.views(old), strict=True)), dict(zip(after.names, after.views(new), strict=True)))
+            return new
+
+        carry(theta, self.theta)
+        _fill(buffers, self.buffers)
+        return carry
+
+    def _build(self, build: Build, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(Source([seed], Purpose.INITIAL).bits(self._generation, 1)))
+            return build()
+
+    def _assemble(self, modules: list[nn.Module]) -> None:
+        self.architecture = Architecture(modules[0], self._prepare, self._head)
+        self.theta = torch.stack([self.architecture.flatten(m) for m in modules]).to(self.device)
+        everyone = [dict(m.named_buffers()) for m in modules]
+        self.buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
+        self._learning = self.theta[:, self.architecture.trainable]
+        modules[0].to(self.device)
+        self.gradients = Gradients(self.architecture, self._mode, self.runs)
+        self._parameter = nn.Parameter(self.theta[0], requires_grad=False)
+        self._optimizer = self._make_optimizer([self._parameter]) if self._make_optimizer else None
+
+    # ---- what learners call
+
+    def grad(self, batch: Batch, *, loss: Loss | None = None, theta: Tensor | None = None, update_buffers: bool = True) -> tuple[Tensor, Tensor]:
+        """Gradients `[R, P]` and losses `[R]` of every run on its own batch, by default of the cross-entropy over the competing slots.
+
+        Inside a step the gradient is a workspace that the next step writes over: a learner that keeps one keeps a copy of it.
+        Columns of frozen parameters are zero, and so are rows whose batch is empty. `update_buffers` says whether this pass moves
+        batch-norm statistics.
+        """
+        if not self.architecture.module.training:
+            self.architecture.module.train()
+        at = Point(self.theta if theta is None else theta, self.buffers, self.descriptors, self.seeds, self.step)
+        g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers)
+        if theta is None:
+            self._health.add_(losses, alpha=0)  # 0 · ∞ and 0 · NaN are NaN, and NaN stays: one operation instead of three
+        return g, losses
+
+    def cross_entropy(self, logits: Tensor, slots: Tensor, _: object = None) -> Tensor:
+        return self.competition.cross_entropy(logits, slots)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, *, theta: Tensor | None = None) -> Output:
+        """Logits and features in evaluation mode; changes nothing."""
+        self.architecture.module.eval()
+        parameters = self.architecture.views(self.theta if theta is None else theta)
+        if self.gradients.stacked and self.device.type == "cuda":
+            described = None if self.descriptors is None else 0
+            return Output(*vmap(self.architecture.call, in_dims=(0, 0, 0, described))(parameters, self.buffers, batch.x, self.descriptors))
+        results = []
+        for r in range(self.runs):
+            buffers = {name: b[r] for name, b in self.buffers.items()}
+            described_r = None if self.descriptors is None else self.descriptors[r]
+            results.append(self.architecture.call([p[r] for p in parameters], buffers, batch.x[r], described_r))
+        logits, features = zip(*results, strict=True)
+        return Output(torch.stack(logits), torch.stack(features))
+
+    # ---- what the training loop calls
+
+    def learn(self, learner: Steps, batch: Batch) -> None:
+        """One step: ask the learner for a direction, apply it, tell the learner what was really done."""
+        present = None if batch.sizes is None else torch.tensor([n > 0 for n in batch.sizes], device=self.device)
+        self._gate(present)
+        with self.gradients.step():
+            direction = learner.direction(batch)
+            self._gate(present)  # a run that diverged in this step does not take it
+            before = self.theta.clone() if learner.wants_delta else None
+            self._apply(direction)
+            if before is not None:
+                learner.after_step(self.theta - before)
+        self.step += self._active
+
+    def _gate(self, present: Tensor | None) -> None:
+        torch.eq(self._health, 0, out=self._active)
+        if present is not None:
+            self._active &= present
+
+    def _apply(self, direction: Tensor) -> None:
+        if self._optimizer is not None:
+            before = self.theta.clone()
+            self._parameter.grad = direction[0]
+            self._optimizer.step()
+            torch.where(self.active, self.theta, before, out=self.theta)
+            return
+        rate = torch.where(self.active, self.learning_rate, 0.0)
+        self._learning.addcmul_(rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1)
+
+    def diverged(self) -> list[bool]:
+        """Which runs have diverged, parameters that are not finite included; for the end of a task, since it asks the device."""
+        self._health.masked_fill_(~self.theta.isfinite().all(-1), torch.nan)
+        return self._health.isnan().tolist()
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters and buffers a run."""
+        tensors = [self.theta, *self.buffers.values()]
+        return sum(t.nbytes for t in tensors) // self.runs
+
+
+def _fill(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    for name in old.keys() & new.keys():
+        corner = tuple(slice(min(a, b)) for a, b in zip(old[name].shape, new[name].shape, strict=True))
+        new[name][corner] = old[name][corner]

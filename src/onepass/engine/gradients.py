@@ -1,0 +1,230 @@
+"""Gradients of every run of a fleet: looped (a run at a time) or stacked (all runs in one batched program).
+
+Looped is always right. A traced program (see `program`), of one run or of the stack, is used only after its gradient has been compared
+with plain autograd on the real model; where tracing or `vmap` cannot follow the model, the reason is logged and plain autograd does the
+work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from onepass.draws import Purpose, Source
+from onepass.engine.architecture import Architecture
+from onepass.engine.program import Program, trace
+from onepass.streams.batch import Batch
+
+log = logging.getLogger(__name__)
+
+Loss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]  # (logits [B, S], slots [B], extra) -> scalar
+Mode = Literal["auto", "looped", "stacked"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where gradients are taken: parameters `[R, P]`, buffers `[R, …]`, descriptors `[R, S, A]`, and the runs' seeds and steps `[R]`."""
+
+    theta: Tensor
+    buffers: dict[str, Tensor]
+    descriptors: Tensor | None
+    seeds: Tensor
+    step: Tensor
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The gradient of one run as a function of a flat list of tensors: parameters, buffers, x, slots, descriptors, extras."""
+
+    architecture: Architecture
+    loss: Loss
+    buffers: tuple[str, ...]
+    described: bool
+    extra: tuple[str, ...]
+
+    def value(self, trained: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
+        frozen = self.architecture.frozen
+        cut = frozen + len(self.buffers)
+        x, slots, *more = rest[cut:]
+        descriptors = more.pop(0) if self.described else None
+        buffers = dict(zip(self.buffers, rest[frozen:cut], strict=True))
+        logits, _ = self.architecture.call([*rest[:frozen], *trained], buffers, x, descriptors)
+        return self.loss(logits, slots, dict(zip(self.extra, more, strict=True)))
+
+    def __call__(self, *arguments: Tensor) -> tuple[list[Tensor], Tensor]:
+        frozen, end = self.architecture.frozen, len(self.architecture.names)
+        trained, rest = list(arguments[frozen:end]), [*arguments[:frozen], *arguments[end:]]
+        gradients, value = grad_and_value(self.value)(trained, rest)
+        return gradients, value
+
+    def autograd(self, arguments: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The same by plain autograd: the truth that programs are checked against."""
+        frozen, end = self.architecture.frozen, len(self.architecture.names)
+        with torch.enable_grad():
+            trained = [p.detach().requires_grad_() for p in arguments[frozen:end]]
+            value = self.value(trained, [*arguments[:frozen], *arguments[end:]])
+        gradients = torch.autograd.grad(value, trained, allow_unused=True, materialize_grads=True)
+        return list(gradients), value.detach()
+
+    def safe(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """The arguments with copied buffers, for a trial that must leave no trace."""
+        start = len(self.architecture.names)
+        end = start + len(self.buffers)
+        return [*arguments[:start], *(b.clone() for b in arguments[start:end]), *arguments[end:]]
+
+
+class _Views:
+    """The parameters inside a tensor `[R, P]` as views, stacked and run by run, made once: views cost as much as a small product."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._whole: Tensor | None = None
+
+    def of(self, whole: Tensor) -> _Views:
+        if whole is not self._whole:
+            self._whole = whole
+            self.stack = self._architecture.views(whole)
+            self.rows = _rows(self.stack)
+        return self
+
+    @property
+    def whole(self) -> Tensor:
+        assert self._whole is not None
+        return self._whole
+
+
+class Gradients:
+    """Computes `(g [R, P], loss [R])`; one instance lives as long as its architecture does."""
+
+    def __init__(self, architecture: Architecture, mode: Mode, rows: int) -> None:
+        self.architecture = architecture
+        # Stacking saves dispatches, so it wins wherever there are several runs (`python benchmarks/run_step.py` prints both), except that
+        # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
+        self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
+        self._programs: dict[Hashable, Program | None] = {}
+        self._random: bool | None = None  # do the model's own layers draw random numbers?
+        self._parameters = _Views(architecture)
+        self._workspaces: list[_Views] = []
+        self._in_use: int | None = None
+
+    def __call__(self, at: Point, batch: Batch, loss: Loss, update_buffers: bool) -> tuple[Tensor, Tensor]:
+        row = _Row(self.architecture, loss, tuple(at.buffers), at.descriptors is not None, tuple(batch.extra))
+        buffers = at.buffers if update_buffers else {name: b.clone() for name, b in at.buffers.items()}
+        given = [x for x in (batch.x, batch.slots, at.descriptors, *batch.extra.values()) if x is not None]
+        if batch.sizes is None:
+            space = self._workspace(at.theta)
+            return space.whole, self._group(row, at, [*buffers.values(), *given], space)
+        g, losses = torch.zeros_like(at.theta), at.theta.new_zeros(len(batch.sizes))
+        for size in sorted(set(batch.sizes) - {0}):  # rows of one true size together, so that no padding enters a loss or a batch-norm
+            members = torch.tensor([r for r, n in enumerate(batch.sizes) if n == size], device=g.device)
+            some = {name: b[members] for name, b in buffers.items()}
+            cut = [x[members] if x is at.descriptors else x[members, :size] for x in given]
+            part = _Views(self.architecture).of(torch.zeros_like(g[members]))
+            there = replace(at, theta=at.theta[members], seeds=at.seeds[members], step=at.step[members])
+            losses[members] = self._group(row, there, [*some.values(), *cut], part)
+            g[members] = part.whole
+            for name, b in some.items():
+                buffers[name][members] = b
+        return g, losses
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside a step, gradients are written into workspaces that the next step uses again."""
+        self._in_use = 0
+        try:
+            yield
+        finally:
+            self._in_use = None
+
+    def _workspace(self, theta: Tensor) -> _Views:
+        if self._in_use is None or self._in_use == len(self._workspaces):
+            fresh = _Views(self.architecture).of(torch.zeros_like(theta))
+            if self._in_use is None:
+                return fresh
+            self._workspaces.append(fresh)
+        self._in_use += 1
+        return self._workspaces[self._in_use - 1]
+
+    def _group(self, row: _Row, at: Point, given: list[Tensor], g: _Views) -> Tensor:
+        """Fill `g` and return the losses of rows that have batches of one size."""
+        theta = self._parameters.of(at.theta)
+        if self._random is None:
+            self._random = self._draws_random_numbers(row, [a[0] for a in (*theta.stack, *given)])
+        frozen = self.architecture.frozen
+        if self.stacked and not self._random:
+            program = self._program(row, [*theta.stack, *given], g.stack[frozen:], stacked=True)
+            if program is not None:
+                return program(*theta.stack, *given, *g.stack[frozen:])
+        values = []
+        for r, (parameters, inputs, all_places) in enumerate(zip(theta.rows, _rows(given), g.rows, strict=True)):
+            arguments, places = (*parameters, *inputs), all_places[frozen:]
+            program = None if self._random else self._program(row, arguments, places, stacked=False)
+            if program is not None:
+                values.append(program(*arguments, *places))
+                continue
+            if self._random:
+                torch.manual_seed(int(Source(at.seeds[r : r + 1], Purpose.LAYERS).bits(at.step[r : r + 1], 1)))
+            gradients, value = row.autograd(arguments)
+            values.append(value)
+            for gradient, place in zip(gradients, places, strict=True):
+                place.copy_(gradient)
+        return torch.stack(values)
+
+    def _program(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
+        key = (stacked, row.loss, len(arguments), arguments[-1].shape, arguments[len(self.architecture.names) + len(row.buffers)].shape)
+        if key not in self._programs:
+            self._programs[key] = self._build(row, arguments, outputs, stacked)
+        return self._programs[key]
+
+    def _build(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
+        way = "stacked" if stacked else "traced"
+        try:
+            program = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
+            result = [torch.empty_like(o) for o in outputs]
+            changed = row.safe(arguments)
+            program(*changed, *result)
+            samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True))[:2] if stacked else [(arguments, changed, result)]
+            for original, after, found in samples:
+                self._check(row, original, after, found)
+        except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
+            log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, _first_line(reason))
+            return None
+        return program
+
+    def _check(self, row: _Row, arguments: Sequence[Tensor], changed: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Raise unless `found` and the buffers in `changed` are what plain autograd makes of `arguments`."""
+        truth = row.safe(arguments)
+        gradients, _ = row.autograd(truth)
+        buffers = slice(len(self.architecture.names), len(self.architecture.names) + len(row.buffers))
+        for expected, value in zip([*gradients, *truth[buffers]], [*found, *changed[buffers]], strict=True):
+            scale = expected.double().norm()
+            error = (expected.double() - value.double()).norm()
+            if scale.isfinite() and error > 1e-3 * scale + 1e-12:
+                raise ArithmeticError(f"its gradient is off by {float(error / scale):.2g} of its length")
+
+    def _draws_random_numbers(self, row: _Row, arguments: list[Tensor]) -> bool:
+        found = []
+        with torch.random.fork_rng():
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                found.append(row.autograd(row.safe(arguments)))
+        same = all(torch.equal(a, b) for a, b in zip([*found[0][0], found[0][1]], [*found[1][0], found[1][1]], strict=True))
+        finite = bool(found[0][1].isfinite())
+        if finite and not same:
+            log.warning("gradients are computed by plain autograd, run by run: the model draws random numbers (dropout?)")
+        return finite and not same
+
+
+def _rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(t.unbind(0) for t in tensors), strict=True))
+
+
+def _first_line(reason: Exception) -> str:
+    return (str(reason).strip() or type(reason).__name__).splitlines()[0]

@@ -1,0 +1,98 @@
+"""Gradient programs: a gradient traced once into a list of tensor operations and replayed without autograd.
+
+A step at batch size 10 spends most of its time in the overhead around its few matrix products: building a graph, walking it back,
+allocating gradients, copying them into the flat vector. A traced program has none of that: it calls the operations one after the other
+and lets the matrix products of the backward pass write straight into the gradient row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+_WITH_OUT = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.detach.default, aten.alias.default}
+
+Program = Callable[..., Tensor]
+
+
+def trace(function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[Tensor], outputs: list[Tensor]) -> Program:
+    """Trace `function(*arguments) -> (gradients, loss)`; the result is called as `program(*arguments, *outputs) -> loss`.
+
+    Gradient `i` is written into `outputs[i]`. Tracing runs the function once, so the arguments must be ones that may be written to
+    (copies of batch-norm statistics).
+    """
+    module = make_fx(function)(*arguments)
+    graph = module.graph
+    _drop_empty_reshapes(graph)
+    result = next(node for node in graph.nodes if node.op == "output")
+    gradients, loss = result.args[0]
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    places: list[fx.Node] = []
+    for i in reversed(range(len(outputs))):
+        with graph.inserting_after(last_input):
+            places.insert(0, graph.placeholder(f"out_{i}"))
+    with graph.inserting_before(result):
+        for gradient, place, output in zip(gradients, places, outputs, strict=True):
+            if not _write_into(gradient, place, output):
+                graph.call_function(aten.copy_.default, (place, gradient))
+    result.args = (loss,)
+    graph.eliminate_dead_code(is_impure_node=_writes)
+    graph.lint()
+    module.recompile()
+    program: Program = module.forward
+    return program
+
+
+def _write_into(gradient: fx.Node, place: fx.Node, output: Tensor) -> bool:
+    """Let the operation behind a gradient (a weight's product, a bias's sum) write into its place; False if it is of another kind."""
+    if len(gradient.users) != 1:
+        return False
+    if gradient.target in _WITH_OUT and gradient.meta["val"].shape == output.shape:
+        gradient.target, gradient.kwargs = _WITH_OUT[gradient.target], {"out": place}
+        return True
+    total = gradient.args[0] if gradient.target == aten.view.default else None
+    if isinstance(total, fx.Node) and total.target == aten.sum.dim_IntList and len(total.users) == 1 and total.args[2:] == (True,):
+        source, dims = total.args[:2]
+        assert isinstance(source, fx.Node)
+        assert isinstance(dims, list)
+        gone = {d % source.meta["val"].dim() for d in dims}
+        if torch.Size(n for d, n in enumerate(source.meta["val"].shape) if d not in gone) == output.shape:
+            total.target, total.args, total.kwargs = aten.sum.IntList_out, (source, dims, False), {"out": place}
+            return True
+    return False
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def _drop_empty_reshapes(graph: fx.Graph) -> None:
+    """Remove transposes of transposes and views that change nothing: they cost a dispatch each and hide the products behind them."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        twice = node.target in (aten.t.default, aten.transpose.int) and source.target == node.target and source.args[1:] == node.args[1:]
+        same = node.target in _RESHAPES and _layout(node) == _layout(source)
+        if twice or same:
+            original = source.args[0] if twice else source
+            node.replace_all_uses_with(original)
+    graph.eliminate_dead_code(is_impure_node=_writes)
+
+
+def _layout(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]] | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    return value.shape, value.stride()

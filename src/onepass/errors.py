@@ -1,0 +1,22 @@
+"""Bad input is one clear sentence: what is wrong and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong; the message says what, and what to do. The command line exits with code 2."""
+
+
+def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
+    """The sentence for a name that does not exist, with the nearest one that does.
+
+    >>> print(unknown("method", "agem", ["van", "a-gem"]))
+    unknown method 'agem': did you mean 'a-gem'? (valid: a-gem, van)
+    """
+    names = sorted(valid)
+    near = get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean '{near[0]}'? (valid: {', '.join(names)})" if near else f"choose one of {', '.join(names)}"
+    return InputError(f"unknown {kind} '{name}': {hint}")

@@ -1,0 +1,77 @@
+"""A-GEM: averaged gradient episodic memory (Chaudhry, Ranzato, Rohrbach, Elhoseiny: Efficient Lifelong Learning with A-GEM, ICLR 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onepass.engine.fleet import Fleet
+from onepass.learners.base import Learner
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+# Below this ‖g_ref‖² a float32 sum of squares has lost its digits: such a reference gradient is no constraint.
+TINY = 1e-30
+
+
+def project(g: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """The update rule of A-GEM for each row, and which rows it changed `[R, 1]`.
+
+    `g̃ = g − (gᵀ g_ref / g_refᵀ g_ref) g_ref` if `gᵀ g_ref < 0`, else `g̃ = g`: the closest vector to `g` with `g̃ᵀ g_ref ≥ 0`. The products
+    run over all parameters at once, heads included.
+
+    >>> project(torch.tensor([[1.0, 1.0]]), torch.tensor([[-2.0, 0.0]]))
+    (tensor([[0., 1.]]), tensor([[True]]))
+    """
+    dot = torch.linalg.vecdot(g, reference)[:, None]
+    square = torch.linalg.vecdot(reference, reference)[:, None]
+    violated = (dot < 0) & (square > TINY)
+    return torch.addcmul(g, torch.where(violated, dot / square, 0), reference, value=-1), violated
+
+
+@dataclass(frozen=True)
+class Options:
+    """`reference_batch` examples are drawn from the memory a step; `reference_moves_buffers` lets that pass move batch-norm statistics, as the
+    authors' code does."""
+
+    reference_batch: int = 256
+    reference_moves_buffers: bool = True
+
+
+class AGem(Learner):
+    """`g̃ = g − (gᵀ g_ref / g_refᵀ g_ref) g_ref` where `gᵀ g_ref < 0`, with `g_ref` the gradient on a random batch of the episodic memory.
+
+    While learning a task, the average loss on the memory of all past tasks must not increase (equation for `g̃` in the section on A-GEM).
+    """
+
+    options = Options
+    needs_memory = True
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.episodic: EpisodicMemory = memory
+        self.reference_batch, self.moves = options.reference_batch, options.reference_moves_buffers
+        self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
+
+    def begin_task(self, task: int) -> None:
+        self.episodic.begin_task(task)
+
+    def direction(self, batch: Batch) -> Tensor:
+        g, _ = self.fleet.grad(batch)
+        reference = self.episodic.draw(self.reference_batch)
+        self.episodic.observe(batch)
+        if reference is None:
+            return g
+        g_ref, _ = self.fleet.grad(reference, update_buffers=self.moves)
+        g, violated = project(g, g_ref)
+        self.violations += (violated & self.fleet.active)[:, 0]
+        return g
+
+    def end_task(self) -> None:
+        self.episodic.end_task()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"violations": self.violations}

@@ -1,0 +1,16 @@
+"""VAN: plain stochastic gradient descent on the current task."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from onepass.learners.base import Learner
+from onepass.streams.batch import Batch
+
+
+class Van(Learner):
+    """`θ ← θ − α ∇ℓ(θ, batch)`: a single model trained continually without anything against forgetting (the paper's VAN)."""
+
+    def direction(self, batch: Batch) -> Tensor:
+        g, _ = self.fleet.grad(batch)
+        return g

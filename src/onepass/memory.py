@@ -1,0 +1,160 @@
+"""The episodic memory: real examples of past tasks, a fixed budget a task.
+
+The paper fills the memory of a task by sampling uniformly per class once the task is over. A reservoir a class that is filled while the
+examples pass by has the same distribution and needs no second look at the data; its content becomes visible when the task ends.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from onepass.draws import Purpose, Source, uniform_at
+from onepass.engine.fleet import Fleet
+from onepass.errors import InputError, unknown
+from onepass.streams.batch import Batch
+
+Policy = Literal["class-reservoir", "ring", "reservoir"]
+
+
+class EpisodicMemory:
+    """`budget` examples a task for every run of a fleet, stored as they came, with their slots.
+
+    Policies: `class-reservoir` keeps a uniform sample of each class, `ring` the last examples of each class, `reservoir` a uniform sample of
+    the task. A task's classes share its budget evenly. `include_current` makes the current task visible while it is learnt.
+
+    What is kept depends on the order of the examples alone, not on how they are cut into batches. A draw is a function of the run's seed
+    and step, so it is repeatable and costs no state.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        tasks: int,
+        budget: int,
+        *,
+        policy: Policy = "class-reservoir",
+        include_current: bool = False,
+        with_replacement: bool = False,
+    ) -> None:
+        if budget < 1 or tasks < 1:
+            raise InputError(f"an episodic memory needs room for at least one example a task and one task, got {budget} and {tasks}")
+        if policy not in get_args(Policy):
+            raise unknown("memory policy", policy, get_args(Policy))
+        self.fleet = fleet
+        self.tasks, self.budget = tasks, budget
+        self.policy, self.include_current, self.with_replacement = policy, include_current, with_replacement
+        self.sizes = [0] * fleet.runs  # visible examples of each run, as the host knows them
+        self._x: Tensor | None = None  # [R, T·budget + 1, …]: past tasks, then the current one; the last place takes what is thrown away
+        self._slots = torch.zeros(fleet.runs, tasks * budget + 1, dtype=torch.int64, device=fleet.device)
+        self._task = torch.full_like(self._slots, -1)
+        self._rows = torch.arange(fleet.runs, device=fleet.device)[:, None]
+        self._start = torch.zeros(fleet.runs, 1, dtype=torch.int64, device=fleet.device)  # where the current task begins
+        self._reference = Source(fleet.seeds, Purpose.REFERENCE)
+        self.begin_task(0)
+
+    def begin_task(self, task: int) -> None:
+        """Start the reservoirs of a task."""
+        self.task = task
+        classes = self.fleet.slots.table[task] if self.policy != "reservoir" else (0,)
+        share, rest = divmod(self.budget, len(classes))
+        device = self.fleet.device
+        self._quota = torch.tensor([share + (c < rest) for c in range(len(classes))], device=device)
+        self._group = torch.zeros(self.fleet.slots.count, dtype=torch.int64, device=device)  # which reservoir a slot belongs to
+        if self.policy != "reservoir":
+            self._group[list(classes)] = torch.arange(len(classes), device=device)
+        self._luck = Source(self.fleet.seeds, Purpose.RESERVOIR).key(task)
+        self._seen = torch.zeros(self.fleet.runs, len(classes), dtype=torch.int64, device=device)
+        self._filled = torch.zeros_like(self._start)
+        self._place = torch.zeros(self.fleet.runs, len(classes) * (share + 1) + 1, dtype=torch.int64, device=device)  # of a reservoir's entries
+
+    def observe(self, batch: Batch) -> None:
+        """Offer a batch of the current task, example by example in effect; no question is asked of the device."""
+        x, trash = batch.x, self.tasks * self.budget
+        if self._x is None:
+            self._x = x.new_zeros(self.fleet.runs, trash + 1, *x.shape[2:])
+        count = x.shape[1]
+        real = self.fleet.active.expand(-1, count)
+        if batch.sizes is not None:
+            real = real & (torch.arange(count, device=x.device) < torch.tensor(batch.sizes, device=x.device)[:, None])
+        group = self._group[batch.slots]
+        mine = (group[..., None] == torch.arange(len(self._quota), device=x.device)) & real[..., None]  # [R, B, reservoirs]
+        order = (self._seen[:, None] + mine.cumsum(1)).gather(2, group[..., None])[..., 0] - 1  # the how-manieth of its reservoir, from 0
+        quota = self._quota[group]
+        fresh = real & (order < quota)
+        if self.policy == "ring":
+            entry = order % quota.clamp(min=1)
+        else:
+            # Algorithm R: example n (from 0) takes a uniform place among n + 1, and stays if that is one of the reservoir's. The draw
+            # belongs to the example's number in the task, so it does not depend on batches.
+            number = self._seen.sum(1, keepdim=True) + real.cumsum(1) - 1
+            entry = (uniform_at(self._luck, number) * (order + 1)).long()
+        kept = real & (fresh | (entry < quota)) & (quota > 0)
+        entry = torch.where(fresh, order, entry)
+        address = group * ((self._place.shape[1] - 1) // len(self._quota)) + entry
+        place = self._start + self._filled + fresh.cumsum(1) - 1
+        nowhere = self._place.shape[1] - 1
+        self._place.scatter_(1, torch.where(fresh, address, nowhere), place)
+        target = torch.where(kept, self._place.gather(1, torch.where(kept, address, nowhere)), trash)
+        # Of several examples for one place the last one stays.
+        turn = torch.arange(count, device=x.device).expand_as(target)
+        last = torch.full_like(self._slots, -1).scatter_reduce(1, target, turn, "amax")
+        target = torch.where(last.gather(1, target) == turn, target, trash)
+        self._x[self._rows, target] = x
+        self._slots.scatter_(1, target, batch.slots)
+        self._task.scatter_(1, target, self.task)
+        self._seen += mine.sum(1)
+        self._filled += fresh.sum(1, keepdim=True)
+
+    def end_task(self) -> None:
+        """Make the task visible. Asks the device how much there is, so that reference batches have a known size."""
+        self._start += self._filled
+        self.sizes = [int(n) for n in self._start[:, 0].tolist()]
+
+    def draw(self, count: int) -> Batch | None:
+        """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
+        if self._x is None:
+            return None
+        if self.include_current:
+            return self._draw_with_current(count)
+        if max(self.sizes) == 0:
+            return None
+        if self.with_replacement:
+            index = self._independent(torch.tensor(self.sizes, device=self.fleet.device)[:, None], count)
+            return self._take(index, tuple(count if n else 0 for n in self.sizes))
+        if max(self.sizes) <= count:
+            return Batch(self._x[:, : max(self.sizes)], self._slots[:, : max(self.sizes)], tuple(self.sizes))
+        population = [max(n, count) for n in self.sizes]  # a row with fewer takes its first places below
+        index = self._reference.sample(self.fleet.step, population, count)
+        if min(self.sizes) < count:
+            few = torch.tensor([n < count for n in self.sizes], device=index.device)[:, None]
+            index = torch.where(few, torch.arange(count, device=index.device), index)
+        return self._take(index, tuple(min(n, count) for n in self.sizes))
+
+    def _draw_with_current(self, count: int) -> Batch:
+        # How many examples the current task has stored only the device knows, so the batch has a fixed size: while there are fewer, they
+        # are repeated as evenly as can be; beyond that, independent draws.
+        size = self._start + self._filled
+        turn = torch.arange(count, device=size.device)
+        return self._take(torch.where(size > count, self._independent(size, count), turn % size.clamp(min=1)), None)
+
+    def _independent(self, size: Tensor, count: int) -> Tensor:
+        return (self._reference.uniform(self.fleet.step, count) * size).long()
+
+    def _take(self, index: Tensor, sizes: tuple[int, ...] | None) -> Batch:
+        assert self._x is not None
+        return Batch(self._x[self._rows, index], self._slots.gather(1, index), sizes)
+
+    def contents(self) -> tuple[Batch, Tensor] | None:
+        """All visible examples and the task of each, `[R, n]` (−1 behind a row's end)."""
+        if self._x is None or max(self.sizes) == 0:
+            return None
+        n = max(self.sizes)
+        behind = torch.arange(n, device=self.fleet.device) >= self._start
+        return Batch(self._x[:, :n], self._slots[:, :n], tuple(self.sizes)), self._task[:, :n].masked_fill(behind, -1)
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {"slots": self._slots, "task": self._task, "start": self._start, "seen": self._seen, "filled": self._filled, "place": self._place}
+        return tensors if self._x is None else tensors | {"x": self._x}

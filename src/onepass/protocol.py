@@ -1,0 +1,255 @@
+"""The paper's protocol (its Algorithm 1): choose hyper-parameters on `D^CV`, then learn `D^EV` in a single pass.
+
+Rows of a fleet are runs: grid points × seeds on the cross-validation stream, seeds on the evaluation stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onepass.engine.fleet import Fleet
+from onepass.engine.gradients import Mode
+from onepass.errors import InputError
+from onepass.learners import Method
+from onepass.learners.base import Learner
+from onepass.memory import EpisodicMemory, Policy
+from onepass.metrics import Array, Record, average_accuracy
+from onepass.models.mlp import mlp
+from onepass.streams.base import Part, Stream
+from onepass.streams.batch import Batch
+from onepass.streams.feed import Feed
+
+BETA = 10  # the learning curve is recorded for this many batches of each task
+EVALUATE_AT_ONCE = 2_000  # test examples in one forward pass
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs of a study share."""
+
+    hidden: tuple[int, ...] = (256, 256)
+    batch_size: int = 10
+    memory_per_task: int = 250
+    memory: Policy = "class-reservoir"
+    memory_includes_current_task: bool = False
+    memory_with_replacement: bool = False
+    union_softmax: bool = True
+    gradients: Mode = "auto"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of a fleet: a seed and the method's hyper-parameters."""
+
+    seed: int
+    hyperparameters: Mapping[str, float]
+
+
+Progress = Callable[[int], None]  # told how many run-steps were done
+
+
+def grid_points(grid: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """All combinations of a grid, in the order in which they are written.
+
+    >>> grid_points({"learning_rate": [0.1, 0.03], "strength": [1]})
+    [{'learning_rate': 0.1, 'strength': 1}, {'learning_rate': 0.03, 'strength': 1}]
+    """
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def select(records: Sequence[Record]) -> dict[str, float]:
+    """The hyper-parameters with the best average accuracy `A_T` on the test sets of `D^CV`, averaged over the seeds of a grid point.
+
+    A grid point of which any run diverged has lost; of equals, the one written first in the grid wins.
+    """
+    scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
+    for record in records:
+        score = -np.inf if record.diverged else average_accuracy(record.accuracy)
+        scores.setdefault(tuple(record.hyperparameters.items()), []).append(score)
+    means = {point: float(np.mean(values)) for point, values in scores.items()}
+    best = max(means, key=lambda point: means[point])
+    if means[best] == -np.inf:
+        raise InputError("every grid point diverged in cross-validation: add smaller learning rates to the grid")
+    return dict(best)
+
+
+def train(
+    stream: Stream,
+    part: Part,
+    method: Method,
+    runs: Sequence[Run],
+    setup: Setup,
+    options: object | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    evaluate: bool = True,
+    progress: Progress | None = None,
+) -> list[Record]:
+    """Train all runs side by side in one single pass over a part of the stream, and record what happened.
+
+    Evaluation (before the first batch of each task, after each of the first ten, on all tasks and memories at task ends) changes nothing
+    of the training: with `evaluate=False` the parameters end bit-identical.
+    """
+    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
+    record = _Recorder(fleet, learner, feed, evaluate)
+    for phase in range(feed.phases):
+        learner.begin_task(phase)
+        record.begin_task(phase)
+        record.clock.start()
+        for number, batch in enumerate(feed.batches(phase), start=1):
+            fleet.learn(learner, batch)
+            if number <= BETA:
+                record.clock.stop()
+                record.after_batch(number, batch)
+                record.clock.start()
+            if progress is not None:
+                progress(sum(n > 0 for n in batch.sizes) if batch.sizes is not None else fleet.runs)
+        learner.end_task()
+        record.clock.stop()
+        record.end_task()
+        if all(record.diverged):
+            break
+    return record.records(runs)
+
+
+def assemble(
+    stream: Stream,
+    part: Part,
+    method: Method,
+    runs: Sequence[Run],
+    setup: Setup,
+    options: object | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> tuple[Feed, Fleet, Learner]:
+    """The feed, fleet and learner of some runs, before their first step."""
+    seeds = [run.seed for run in runs]
+    feed = Feed(stream, part, seeds, setup.batch_size, device=device, joined=method.joined, union_softmax=setup.union_softmax)
+    inputs, outputs = stream.pool.x.shape[1], feed.slots.count
+    fleet = Fleet(
+        lambda: mlp(inputs, setup.hidden, outputs),
+        seeds,
+        feed.slots,
+        [run.hyperparameters["learning_rate"] for run in runs],
+        device=device,
+        prepare=stream.pool.prepare,
+        gradients=setup.gradients,
+    )
+    columns = {name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device) for name in method.learner.hyperparameters}
+    memory = None
+    if method.learner.needs_memory:
+        memory = EpisodicMemory(
+            fleet,
+            feed.tasks,
+            setup.memory_per_task,
+            policy=setup.memory,
+            include_current=setup.memory_includes_current_task,
+            with_replacement=setup.memory_with_replacement,
+        )
+    return feed, fleet, method.learner(fleet, columns, options or method.learner.options(), memory)
+
+
+def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
+    """Share of right answers of each run on its own examples, `[R]` in float64; NaN for a run without examples."""
+    total = batch.x.shape[1]
+    right = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
+    counts = torch.tensor(batch.sizes or [total] * fleet.runs, device=fleet.device)
+    for start in range(0, total, EVALUATE_AT_ONCE):
+        piece = Batch(batch.x[:, start : start + EVALUATE_AT_ONCE], batch.slots[:, start : start + EVALUATE_AT_ONCE])
+        correct = fleet.competition.correct(learner.scores(piece), piece.slots)
+        counted = torch.arange(start, start + correct.shape[1], device=fleet.device) < counts[:, None]
+        right += (correct & counted).sum(1)
+    return right.double() / counts
+
+
+class _Clock:
+    """Seconds of training: evaluation happens while it stands still."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.seconds, self._since = device, 0.0, 0.0
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self._since = self._now()
+
+    def stop(self) -> None:
+        self.seconds += self._now() - self._since
+
+
+class _Recorder:
+    """Collects the raw record of all runs."""
+
+    def __init__(self, fleet: Fleet, learner: Learner, feed: Feed, evaluate: bool) -> None:
+        self.fleet, self.learner, self.feed, self.evaluate = fleet, learner, feed, evaluate
+        runs, tasks, phases = fleet.runs, feed.tasks, feed.phases
+        self.clock = _Clock(fleet.device)
+        self.diverged = [False] * runs
+        self._accuracy = np.full((runs, phases, tasks), np.nan)
+        self._curve = np.full((runs, 0 if feed.joined else tasks, BETA + 1), np.nan)
+        self._memory = np.full((runs, tasks, tasks), np.nan)
+        self._violations: list[list[int]] = [[] for _ in range(runs)]
+        self._initial = self._on_all_tasks()
+
+    def _on_all_tasks(self) -> Array:
+        if not self.evaluate:
+            return np.full((self.fleet.runs, self.feed.tasks), np.nan)
+        return np.stack([self._on(self.feed.test(task)) for task in range(self.feed.tasks)], axis=1)
+
+    def _on(self, batch: Batch) -> Array:
+        return np.asarray(accuracy(self.fleet, self.learner, batch).cpu().numpy(), dtype=np.float64)
+
+    def begin_task(self, phase: int) -> None:
+        self._phase = phase
+        if self.evaluate and not self.feed.joined:
+            self._test = self.feed.test(phase)
+            self._curve[:, phase, 0] = self._on(self._test)
+
+    def after_batch(self, number: int, batch: Batch) -> None:
+        if self.evaluate and not self.feed.joined:
+            took_part = np.array([n > 0 for n in batch.sizes]) if batch.sizes is not None else True
+            self._curve[:, self._phase, number] = np.where(took_part, self._on(self._test), np.nan)
+
+    def end_task(self) -> None:
+        self.diverged = self.fleet.diverged()
+        self._accuracy[:, self._phase] = self._on_all_tasks()
+        if self.learner.violations is not None:
+            for row, total in zip(self._violations, self.learner.violations.tolist(), strict=True):
+                row.append(int(total) - sum(row))
+        contents = self.learner.memory.contents() if self.learner.memory is not None and self.evaluate else None
+        if contents is not None:
+            batch, owner = contents
+            for task in range(self._phase + 1):
+                self._memory[:, self._phase, task] = self._on_memory(batch, owner == task)
+
+    def _on_memory(self, batch: Batch, chosen: Tensor) -> Array:
+        correct = self.fleet.competition.correct(self.learner.scores(batch), batch.slots)
+        return np.asarray(((correct & chosen).sum(1).double() / chosen.sum(1)).cpu().numpy(), dtype=np.float64)
+
+    def records(self, runs: Sequence[Run]) -> list[Record]:
+        state_bytes = self.fleet.state_bytes() + self.learner.state_bytes()
+        return [
+            Record(
+                seed=run.seed,
+                hyperparameters=dict(run.hyperparameters),
+                accuracy=self._accuracy[r],
+                initial=self._initial[r],
+                curve=self._curve[r],
+                memory_accuracy=None if self.learner.memory is None else self._memory[r],
+                violations=None if self.learner.violations is None else self._violations[r],
+                seconds=self.clock.seconds / self.fleet.runs,
+                state_bytes=state_bytes,
+                diverged=self.diverged[r],
+            )
+            for r, run in enumerate(runs)
+        ]

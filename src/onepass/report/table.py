@@ -1,0 +1,96 @@
+"""The table of a study, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from rich.table import Table
+
+from onepass.metrics import Metrics, Summary, metrics, summarise
+from onepass.studies.recipe import Recipe
+from onepass.studies.study import Result
+
+
+def summaries(result: Result) -> dict[str, Summary]:
+    """Every metric of a method over its runs."""
+    runs = [metrics(record) for record in result.records]
+    return {f.name: summarise([getattr(run, f.name) for run in runs]) for f in fields(Metrics)}
+
+
+def document(recipe: Recipe, results: Mapping[str, Result]) -> dict[str, Any]:
+    """The table as data: fractions in [0, 1], a value a seed, null where a metric has no meaning."""
+    methods: dict[str, Any] = {}
+    for name, result in results.items():
+        methods[name] = {key: asdict(summary) for key, summary in summaries(result).items()} | {
+            "hyperparameters": result.hyperparameters,
+            "state_bytes": result.records[0].state_bytes,
+            "diverged": [record.seed for record in result.records if record.diverged],
+            "paper": recipe.paper.published.get(name, {}) | {"hyperparameters": recipe.paper.selected.get(name, {})},
+        }
+    return {"recipe": recipe.name, "configuration": recipe.model_dump(exclude={"paper"}), "methods": methods}
+
+
+def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
+    """Method, chosen hyper-parameters and results; the paper's numbers in a second line where it has some."""
+    made = Table(title=f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds", title_justify="left")
+    made.add_column("method", no_wrap=True)
+    made.add_column("chosen")
+    for heading in ("A_T %", "F_T", "LCA_10", "worst F", "violations", "train s", "state"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for name, result in results.items():
+        found = summaries(result)
+        if any(record.diverged for record in result.records):
+            lost = sum(record.diverged for record in result.records)
+            made.add_row(name, _chosen(result.hyperparameters), f"diverged ({lost} of {len(result.records)})")
+        else:
+            made.add_row(
+                name,
+                _chosen(result.hyperparameters),
+                _spread(found["A_T"], 100, 1),
+                _spread(found["F_T"], 1, 3),
+                _spread(found["LCA_10"], 1, 3),
+                _spread(found["worst_forgetting"], 1, 3),
+                _spread(found["violations"], 1, 0, spread=False),
+                _spread(found["seconds"], 1, 1, spread=False),
+                _bytes(result.records[0].state_bytes),
+            )
+        published = recipe.paper.published.get(name)
+        if published:
+            made.add_row(
+                "  paper",
+                _chosen(recipe.paper.selected.get(name, {})),
+                _published(published.get("A_T"), 100, 1),
+                _published(published.get("F_T"), 1, 3),
+                _published(published.get("LCA_10_trapezoid"), 1, 3, mark="*"),
+                _published(published.get("worst_forgetting"), 1, 3),
+                _published(published.get("violations"), 1, 0),
+                style="dim",
+            )
+    if recipe.paper.published:
+        made.caption = "* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)"
+    return made
+
+
+def _chosen(hyperparameters: Mapping[str, float]) -> str:
+    short = {"learning_rate": "lr", "strength": "λ"}
+    return " ".join(f"{short.get(name, name)}={value:g}" for name, value in hyperparameters.items())
+
+
+def _spread(summary: Summary, scale: float, digits: int, spread: bool = True) -> str:
+    if summary.mean is None or summary.std is None:
+        return "–"
+    return _number([summary.mean, summary.std] if spread else [summary.mean], scale, digits)
+
+
+def _published(values: list[float] | None, scale: float, digits: int, mark: str = "") -> str:
+    return "" if values is None else _number(values, scale, digits) + mark
+
+
+def _number(values: list[float], scale: float, digits: int) -> str:
+    return " ± ".join(f"{value * scale:.{digits}f}" for value in values)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

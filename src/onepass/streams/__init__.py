@@ -1,0 +1,35 @@
+"""Streams of tasks, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from onepass.errors import unknown
+from onepass.streams import digits, mnist
+from onepass.streams.base import Stream
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a stream is made: `make(options, data)` with a folder that holds its data set (None: it brings its own)."""
+
+    make: Callable[[Any, str | None], Stream]
+    options: type
+    data: str | None  # the data set it needs
+    summary: str
+
+
+STREAMS: dict[str, Entry] = {
+    "permuted-digits": Entry(digits.PermutedDigits, digits.Options, None, "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks"),
+    "split-digits": Entry(digits.SplitDigits, digits.Options, None, "the same digits in four rotations: 40 classes, 20 tasks of 2, a head a task"),
+    "permuted-mnist": Entry(mnist.PermutedMnist, mnist.Options, "mnist", "MNIST, pixels permuted anew by each of 20 tasks: the paper's first"),
+}
+
+
+def stream(name: str) -> Entry:
+    """The stream of that name."""
+    if name not in STREAMS:
+        raise unknown("stream", name, STREAMS)
+    return STREAMS[name]

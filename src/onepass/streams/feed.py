@@ -1,0 +1,100 @@
+"""A stream for all runs of a fleet: batches of every run's current task, gathered from the pool by index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from onepass.draws import Purpose, Source
+from onepass.errors import InputError
+from onepass.streams.base import Part, Stream, Task
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
+
+CHUNK = 100  # steps gathered at once: a gather a step would cost more than a small step itself
+
+
+class Feed:
+    """The tasks of all runs side by side. `joined` shows one shuffled pass over the union of all tasks as a single task.
+
+    With `union_softmax` the slots of all tasks compete in the loss of a joined pass; at test time it is always the task's own.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        part: Part,
+        seeds: Sequence[int],
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        joined: bool = False,
+        union_softmax: bool = True,
+    ) -> None:
+        if batch_size < 1:
+            raise InputError(f"the batch size must be at least 1, got {batch_size}")
+        self.device = torch.device(device)
+        self.batch_size, self.joined = batch_size, joined
+        self.slots: Slots = replace(stream.slots(part), union=joined and union_softmax)
+        self.seeds = torch.tensor(list(seeds), device=self.device)
+        self._x, self._classes = stream.pool.x.to(self.device), stream.pool.classes.to(self.device)
+        self._runs = [stream.tasks(part, seed) for seed in seeds]
+        self.tasks = len(self._runs[0])
+        self._rows = torch.arange(len(seeds), device=self.device)[:, None]
+        self._slot_of_class = torch.stack([torch.stack([t.slot_of_class for t in run]) for run in self._runs]).to(self.device)
+        orders = [[t.permutation for t in run if t.permutation is not None] for run in self._runs]
+        self._permutation = torch.stack([torch.stack(run) for run in orders]).to(self.device) if orders[0] else None
+
+    @property
+    def phases(self) -> int:
+        """How many tasks training goes through: all of them, or one that joins them."""
+        return 1 if self.joined else self.tasks
+
+    def _members(self, run: list[Task], phase: int) -> list[tuple[int, Tensor]]:
+        return [(k, t.train) for k, t in enumerate(run)] if self.joined else [(phase, run[phase].train)]
+
+    def lengths(self, phase: int) -> list[int]:
+        """Training examples of each run in a phase."""
+        return [sum(len(train) for _, train in self._members(run, phase)) for run in self._runs]
+
+    def steps(self) -> int:
+        """Steps of all runs and phases together."""
+        return sum(-(-n // self.batch_size) for phase in range(self.phases) for n in self.lengths(phase))
+
+    def batches(self, phase: int) -> Iterator[Batch]:
+        """A single pass over a phase: every training example of every run once, in an order that its seed decides."""
+        lengths = self.lengths(phase)
+        order = Source(self.seeds, Purpose.ORDER).permutation(phase, lengths)
+        members = [self._members(run, phase) for run in self._runs]
+        index = self._stack([torch.cat([train for _, train in row]) for row in members]).gather(1, order)
+        owner: Tensor | int = phase
+        if self.joined:
+            owner = self._stack([torch.cat([torch.full_like(train, k) for k, train in row]) for row in members]).gather(1, order)
+        for start in range(0, max(lengths), CHUNK * self.batch_size):
+            piece = slice(start, start + CHUNK * self.batch_size)
+            chunk = self._gather(index[:, piece], owner if isinstance(owner, int) else owner[:, piece])
+            for b in range(0, chunk.x.shape[1], self.batch_size):
+                width = min(self.batch_size, chunk.x.shape[1] - b)
+                sizes = tuple(max(0, min(width, n - start - b)) for n in lengths)
+                yield Batch(chunk.x[:, b : b + width], chunk.slots[:, b : b + width], sizes)
+
+    def test(self, task: int) -> Batch:
+        """All test examples of a task."""
+        tests = [run[task].test for run in self._runs]
+        return replace(self._gather(self._stack(tests), task), sizes=tuple(len(t) for t in tests))
+
+    def _gather(self, index: Tensor, owner: Tensor | int) -> Batch:
+        slots = self._slot_of_class[self._rows, owner, self._classes[index]]
+        x = self._x[index]
+        if self._permutation is not None:
+            order = self._permutation[:, owner][:, None] if isinstance(owner, int) else self._permutation[self._rows, owner]
+            x = x.gather(2, order.expand_as(x))
+        return Batch(x, slots)
+
+    def _stack(self, rows: list[Tensor]) -> Tensor:
+        """Rows of unequal length as one tensor; the padding repeats valid entries and is never counted."""
+        longest = max(len(row) for row in rows)
+        return torch.stack([row[torch.arange(longest) % len(row)] for row in rows]).to(self.device)

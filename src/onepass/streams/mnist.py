@@ -1,0 +1,73 @@
+"""Permuted MNIST: the paper's first stream."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from dataclasses import dataclass
+from hashlib import md5
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from onepass.errors import InputError
+from onepass.streams.base import PermutedStream, Pool
+
+# The canonical files, by MD5: gzipped as published, and unpacked.
+FILES: dict[str, tuple[str, str]] = {
+    "train-images-idx3-ubyte": ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+    "train-labels-idx1-ubyte": ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+    "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+    "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+}
+
+
+def find(folder: Path) -> dict[str, Path] | None:
+    """The four files in a folder or in its subfolder `mnist`, gzipped or plain; None unless all are there."""
+    for place in (folder, folder / "mnist"):
+        found = {name: path for name in FILES for path in (place / f"{name}.gz", place / name) if path.is_file()}
+        if len(found) == len(FILES):
+            return found
+    return None
+
+
+def read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """An idx file of bytes, checked against its canonical checksum."""
+    raw = path.read_bytes()
+    packed, plain = FILES[path.name.removesuffix(".gz")]
+    if md5(raw).hexdigest() != (packed if path.suffix == ".gz" else plain):
+        raise InputError(f"{path} is truncated or altered (its checksum is wrong): delete it and fetch it anew with 'onepass data get mnist'")
+    content = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    dimensions = content[3]
+    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How many examples of each task are used (all by default), and how many of MNIST's training images there are to choose from.
+
+    The authors trained on 55 000 images, since the loader they used set the first 5 000 aside.
+    """
+
+    train_examples: int | None = None
+    test_examples: int | None = None
+    train_images: int = 55_000
+
+
+class PermutedMnist(PermutedStream):
+    """Ten digits of 28×28 pixels in [0, 1], reordered in a new way by each task: 55 000 training and 10 000 test examples a task."""
+
+    def __init__(self, options: Options, data: str | None) -> None:
+        files = find(Path(data)) if data is not None else None
+        if files is None:
+            raise InputError(f"there is no MNIST in {data}: fetch it with 'onepass data get mnist'")
+        if not 0 < options.train_images <= 60_000:
+            raise InputError(f"train_images={options.train_images} is not possible: MNIST has 60000 training images, the authors used 55000")
+        train_x, train_y, test_x, test_y = (read_idx(files[name]) for name in FILES)
+        first = len(train_x) - options.train_images
+        x = np.concatenate([train_x[first:], test_x]).reshape(-1, 28 * 28)
+        classes = np.concatenate([train_y[first:], test_y]).astype(np.int64)
+        pool = Pool(torch.from_numpy(x), torch.from_numpy(classes), options.train_images, scale=1 / 255)
+        super().__init__(pool, options.train_examples, options.test_examples)

@@ -1,0 +1,79 @@
+"""Slots: the labels of a stream of tasks.
+
+A slot is a (task, class) pair, one output of the network. The slots that compete for an example are those of its own task, so a slot alone
+says which outputs its softmax runs over. A head a task, one head shared by all tasks, a fresh head for a recurring class: all are tables
+of slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which outputs compete: `table[k]` lists the slots of task `k`; `union` makes all slots compete in the loss, whatever the task."""
+
+    table: tuple[tuple[int, ...], ...]
+    union: bool = False
+
+    @staticmethod
+    def shared(tasks: int, classes: int) -> Slots:
+        """One head of `classes` outputs for all tasks."""
+        return Slots(tuple(tuple(range(classes)) for _ in range(tasks)))
+
+    @staticmethod
+    def separate(tasks: int, classes: int) -> Slots:
+        """A head of `classes` outputs for each task."""
+        return Slots(tuple(tuple(range(k * classes, (k + 1) * classes)) for k in range(tasks)))
+
+    @property
+    def count(self) -> int:
+        return 1 + max(max(row) for row in self.table)
+
+    def on(self, device: torch.device) -> Competition:
+        return Competition(self, device)
+
+
+class Competition:
+    """The tables of `Slots` as tensors: for every slot its competitors `[S, C]` and its own position among them `[S]`."""
+
+    def __init__(self, slots: Slots, device: torch.device) -> None:
+        self.slots = slots
+        everything = tuple(range(slots.count))
+        rows: dict[int, tuple[int, ...]] = {slot: row for row in slots.table for slot in row}
+        self.evaluated = _Rivals({s: rows.get(s, (s,)) for s in everything}, device)
+        self.trained = _Rivals(dict.fromkeys(everything, everything), device) if slots.union else self.evaluated
+
+    def cross_entropy(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """Mean over the batch of `-log softmax(logits of the competitors)[slot]`."""
+        return functional.cross_entropy(self.trained.select(logits, slots), self.trained.position[slots] if self.trained.partial else slots)
+
+    def correct(self, scores: Tensor, slots: Tensor) -> Tensor:
+        """Whether the best of an example's competitors is its slot. A score that is not a number is never right."""
+        chosen = self.evaluated.select(scores, slots)
+        best = chosen.argmax(-1)
+        return (best == (self.evaluated.position[slots] if self.evaluated.partial else slots)) & ~chosen.isnan().any(-1)
+
+
+class _Rivals:
+    def __init__(self, rows: dict[int, tuple[int, ...]], device: torch.device) -> None:
+        width = max(len(row) for row in rows.values())
+        self.partial = any(row != tuple(range(len(rows))) for row in rows.values())
+        table = [list(row) + [-1] * (width - len(row)) for row in rows.values()]
+        self.ragged = any(-1 in row for row in table)
+        self.competitors = torch.tensor(table, device=device)
+        self.position = torch.tensor([row.index(s) for s, row in rows.items()], device=device)
+
+    def select(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """The outputs that compete, `[..., C]`: sliced, not masked, so that no constant stands in for minus infinity."""
+        if not self.partial:
+            return logits
+        rivals = self.competitors[slots]
+        if not self.ragged:
+            return logits.gather(-1, rivals)
+        return logits.gather(-1, rivals.clamp(min=0)).masked_fill(rivals < 0, -torch.inf)

@@ -1,0 +1,167 @@
+"""Recipes: a study as data. What to train on what, with which grid, how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from importlib import resources
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, model_validator
+
+from onepass.engine.gradients import Mode
+from onepass.errors import InputError, unknown
+from onepass.learners import METHODS, method
+from onepass.memory import Policy
+from onepass.protocol import Setup
+from onepass.streams import STREAMS, stream
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Paper(BaseModel):
+    """What the paper reports for a stream: the hyper-parameters it chose, and `[mean]` or `[mean, standard deviation]` a metric."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    selected: dict[str, dict[str, float]] = {}
+    published: dict[str, dict[str, list[float]]] = {}
+
+
+class Recipe(BaseModel):
+    """A study: a stream, methods with their grids, and everything that all runs share.
+
+    `cv_seeds` is how many seeds each grid point is tried with on `D^CV`; `seeds` how many runs the chosen one gets on `D^EV`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    summary: str
+    stream: str
+    stream_options: dict[str, Any] = {}
+    methods: list[str]
+    seeds: PositiveInt = 5
+    cv_seeds: PositiveInt = 1
+    hidden: list[PositiveInt] = [256, 256]
+    batch_size: PositiveInt = 10
+    memory_per_task: PositiveInt = 250
+    memory: Policy = "class-reservoir"
+    memory_includes_current_task: bool = False
+    memory_with_replacement: bool = False
+    union_softmax: bool = True
+    gradients: Mode = "auto"
+    grids: dict[str, dict[str, Annotated[list[Positive], Field(min_length=1)]]]
+    options: dict[str, dict[str, Any]] = {}
+    paper: Paper = Paper()
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Recipe:
+        if not self.methods:
+            raise InputError("a study needs at least one method")
+        TypeAdapter(stream(self.stream).options).validate_python(self.stream_options)
+        for name in self.methods:
+            expected = set(method(name).hyperparameters)
+            if name not in self.grids:
+                raise InputError(f"the recipe has no grid for the method '{name}': add one under grids.{name}")
+            if set(self.grids[name]) != expected:
+                raise InputError(f"the grid of '{name}' must name {', '.join(sorted(expected))}, not {', '.join(sorted(self.grids[name]))}")
+        for name in self.options:
+            self.method_options(name)
+        return self
+
+    def make_stream_options(self) -> Any:
+        return stream(self.stream).options(**self.stream_options)
+
+    def method_options(self, name: str) -> Any:
+        return TypeAdapter(method(name).learner.options).validate_python(self.options.get(name, {}))
+
+    def setup(self) -> Setup:
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Setup)}
+        return Setup(**shared | {"hidden": tuple(self.hidden)})
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(f.name.removesuffix(".toml") for f in _folder().iterdir() if f.name.endswith(".toml"))
+
+
+def _folder() -> Any:
+    return resources.files("onepass.studies") / "recipes"
+
+
+def read(name: str) -> dict[str, Any]:
+    """A recipe's document, as written."""
+    if name not in names():
+        raise unknown("recipe", name, names())
+    return tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def load(name: str, changes: list[str] | None = None, methods: str | None = None, seeds: int | None = None) -> Recipe:
+    """A recipe with changes of the form `key=value`; a key is a path such as `grids.van.learning_rate` or its unambiguous end."""
+    document = read(name)
+    if methods is not None:
+        chosen = [m.strip() for m in methods.split(",") if m.strip()]
+        document["methods"] = list(document["grids"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
+    if seeds is not None:
+        document["seeds"] = seeds
+    paths = _paths(document)
+    for change in changes or []:
+        key, found, value = change.partition("=")
+        if not found:
+            raise InputError(f"'{change}' does not set anything: write --set key=value")
+        _assign(document, _resolve(key.strip(), paths), _parse(value.strip()))
+    try:
+        return Recipe(**document)
+    except ValidationError as error:
+        raise InputError(_sentence(error)) from None
+
+
+def method_name(name: str) -> str:
+    method(name)
+    return name
+
+
+def _paths(document: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Everything that may be set, as dotted paths."""
+    fixed = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}
+    keys: list[tuple[str, ...]] = [(name,) for name in Recipe.model_fields if name not in fixed]
+    if document["stream"] in STREAMS:
+        keys += [("stream_options", f.name) for f in dataclasses.fields(STREAMS[document["stream"]].options)]
+    for name, found in METHODS.items():
+        keys += [("grids", name, hyper) for hyper in found.hyperparameters]
+        keys += [("options", name, f.name) for f in dataclasses.fields(found.learner.options)]
+    return {".".join(path): path for path in keys}
+
+
+def _resolve(key: str, paths: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    if key in paths:
+        return paths[key]
+    ends = [path for name, path in paths.items() if name.endswith("." + key)]
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        raise InputError(f"'{key}' could be {' or '.join('.'.join(path) for path in ends)}: write the whole path")
+    raise unknown("key", key, {*paths, *(path[-1] for path in paths.values() if path[0] in ("stream_options", "options"))})
+
+
+def _parse(value: str) -> Any:
+    """A TOML value; anything that is not one is a string."""
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _assign(document: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        document = document.setdefault(key, {})
+    document[path[-1]] = [value] if path[0] == "grids" and not isinstance(value, list) else value  # one value is a grid of one
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    if isinstance(first.get("ctx", {}).get("error"), InputError):
+        return str(first["ctx"]["error"])
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where or 'the recipe'}={first['input']!r} is not valid: {first['msg'][0].lower()}{first['msg'][1:]}"
