@@ -87,7 +87,7 @@ def run(
             progress.stop()
             finished = f"finished: {', '.join(watch.done)}" if watch.done else "no method was finished"
             kept = f", kept in {out}" if out is not None and watch.done else ""
-            screen.print(f"interrupted; {finished}{kept}", highlight=False)
+            screen.print(f"interrupted; {finished}{kept}", highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
     content = document(chosen, results)
     for target in (json, None if out is None else out / "table.json"):

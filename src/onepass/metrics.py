@@ -130,7 +130,7 @@ def metrics(record: Record) -> Metrics:
         return Metrics(*(None,) * 11)
     a, m = record.accuracy, record.memory_accuracy
     sequential = len(a) == a.shape[1] and len(a) > 1
-    remembered = m is not None and sequential
+    remembered = m is not None and sequential and not np.isnan(m[-1]).any()  # NaN: a budget too small for any example of a task
     return Metrics(
         A_T=average_accuracy(a),
         F_T=forgetting(a) if sequential else None,

@@ -25,6 +25,9 @@ Build = Callable[[], nn.Module]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+LOST = 1e4  # a uniform guess among a million classes has a cross-entropy of 14
+
+
 class Carry(Protocol):
     """Moves a `[R, P]` tensor of an old parameter layout into the new one."""
 
@@ -55,8 +58,8 @@ class Fleet:
     """R runs side by side: `theta [R, P]`, buffers `[R, …]`, learning rates `[R, 1]`, and a step counter a run.
 
     `build` makes the module; it is called once a run under that run's own random seed, so a run's initial parameters depend on its seed
-    alone. `active [R, 1]` says which runs take part in the current step; it gates every write. A run whose loss is not finite has
-    diverged: it is never active again and its neighbours do not notice.
+    alone. `active [R, 1]` says which runs take part in the current step; it gates every write. A run has diverged when its loss is not
+    finite or its cross-entropy beyond `LOST`: it is never active again and its neighbours do not notice.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Fleet:
         self.competition = slots.on(self.device)
         self.learning_rate = torch.tensor(list(learning_rate), device=self.device)[:, None]
         self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)  # active steps of each run so far
-        self._health = torch.zeros(self.runs, device=self.device)  # 0, or NaN once a loss was not finite
+        self._alive = torch.ones(self.runs, dtype=torch.bool, device=self.device)  # not diverged
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
@@ -171,7 +174,7 @@ class Fleet:
         at = Point(self.theta if theta is None else theta, self.buffers, self.descriptors, self.seeds, self.step)
         g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers)
         if theta is None:
-            self._health.add_(losses, alpha=0)  # 0 · ∞ and 0 · NaN are NaN, and NaN stays: one operation instead of three
+            self._alive.logical_and_(losses < LOST if loss is None else losses.isfinite())
         return g, losses
 
     def cross_entropy(self, logits: Tensor, slots: Tensor, _: object = None) -> Tensor:
@@ -209,9 +212,9 @@ class Fleet:
         self.step += self._active
 
     def _gate(self, present: Tensor | None) -> None:
-        torch.eq(self._health, 0, out=self._active)
+        self._active.copy_(self._alive)
         if present is not None:
-            self._active &= present
+            self._active.logical_and_(present)
 
     def _apply(self, direction: Tensor) -> None:
         if self._optimizer is not None:
@@ -225,8 +228,8 @@ class Fleet:
 
     def diverged(self) -> list[bool]:
         """Which runs have diverged, parameters that are not finite included; for the end of a task, since it asks the device."""
-        self._health.masked_fill_(~self.theta.isfinite().all(-1), torch.nan)
-        return self._health.isnan().tolist()
+        self._alive.logical_and_(self.theta.isfinite().all(-1))
+        return [not alive for alive in self._alive.tolist()]
 
     def state_bytes(self) -> int:
         """Bytes of parameters and buffers a run."""

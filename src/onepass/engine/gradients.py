@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -113,31 +113,31 @@ class Gradients:
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
         self._in_use: int | None = None
+        self._passes = 0  # gradients taken in this step: each has its own dropout
 
     def __call__(self, at: Point, batch: Batch, loss: Loss, update_buffers: bool) -> tuple[Tensor, Tensor]:
+        self._passes = 1 if self._in_use is None else self._passes + 1
         row = _Row(self.architecture, loss, tuple(at.buffers), at.descriptors is not None, tuple(batch.extra))
         buffers = at.buffers if update_buffers else {name: b.clone() for name, b in at.buffers.items()}
         given = [x for x in (batch.x, batch.slots, at.descriptors, *batch.extra.values()) if x is not None]
         if batch.sizes is None:
             space = self._workspace(at.theta)
-            return space.whole, self._group(row, at, [*buffers.values(), *given], space)
+            return space.whole, self._all(row, at, [*buffers.values(), *given], space)
         g, losses = torch.zeros_like(at.theta), at.theta.new_zeros(len(batch.sizes))
-        for size in sorted(set(batch.sizes) - {0}):  # rows of one true size together, so that no padding enters a loss or a batch-norm
-            members = torch.tensor([r for r, n in enumerate(batch.sizes) if n == size], device=g.device)
-            some = {name: b[members] for name, b in buffers.items()}
-            cut = [x[members] if x is at.descriptors else x[members, :size] for x in given]
-            part = _Views(self.architecture).of(torch.zeros_like(g[members]))
-            there = replace(at, theta=at.theta[members], seeds=at.seeds[members], step=at.step[members])
-            losses[members] = self._group(row, there, [*some.values(), *cut], part)
-            g[members] = part.whole
-            for name, b in some.items():
-                buffers[name][members] = b
+        # Rows of unequal size are rare (the last batch of a task): not worth a program each. Every row is cut to its true size, so that no
+        # padding enters a loss or a batch-norm.
+        theta, space = self._parameters.of(at.theta), _Views(self.architecture).of(g)
+        for r, size in enumerate(batch.sizes):
+            if size:
+                cut = [x[r] if x is at.descriptors else x[r, :size] for x in given]
+                arguments = [*theta.rows[r], *(b[r] for b in buffers.values()), *cut]
+                losses[r] = self._by_autograd(row, at, r, arguments, space.rows[r])
         return g, losses
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside a step, gradients are written into workspaces that the next step uses again."""
-        self._in_use = 0
+        self._in_use = self._passes = 0
         try:
             yield
         finally:
@@ -152,8 +152,8 @@ class Gradients:
         self._in_use += 1
         return self._workspaces[self._in_use - 1]
 
-    def _group(self, row: _Row, at: Point, given: list[Tensor], g: _Views) -> Tensor:
-        """Fill `g` and return the losses of rows that have batches of one size."""
+    def _all(self, row: _Row, at: Point, given: list[Tensor], g: _Views) -> Tensor:
+        """Fill `g` and return the losses where all rows have batches of one size."""
         theta = self._parameters.of(at.theta)
         if self._random is None:
             self._random = self._draws_random_numbers(row, [a[0] for a in (*theta.stack, *given)])
@@ -163,19 +163,24 @@ class Gradients:
             if program is not None:
                 return program(*theta.stack, *given, *g.stack[frozen:])
         values = []
-        for r, (parameters, inputs, all_places) in enumerate(zip(theta.rows, _rows(given), g.rows, strict=True)):
-            arguments, places = (*parameters, *inputs), all_places[frozen:]
-            program = None if self._random else self._program(row, arguments, places, stacked=False)
+        for r, (parameters, inputs, places) in enumerate(zip(theta.rows, _rows(given), g.rows, strict=True)):
+            arguments = (*parameters, *inputs)
+            program = None if self._random else self._program(row, arguments, places[frozen:], stacked=False)
             if program is not None:
-                values.append(program(*arguments, *places))
-                continue
-            if self._random:
-                torch.manual_seed(int(Source(at.seeds[r : r + 1], Purpose.LAYERS).bits(at.step[r : r + 1], 1)))
-            gradients, value = row.autograd(arguments)
-            values.append(value)
-            for gradient, place in zip(gradients, places, strict=True):
-                place.copy_(gradient)
+                values.append(program(*arguments, *places[frozen:]))
+            else:
+                values.append(self._by_autograd(row, at, r, arguments, places))
         return torch.stack(values)
+
+    def _by_autograd(self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""
+        with torch.random.fork_rng(enabled=self._random is not False):
+            if self._random is not False:
+                torch.manual_seed(int(Source(at.seeds[r : r + 1], Purpose.LAYERS).bits(at.step[r : r + 1], self._passes)[0, -1]))
+            gradients, value = row.autograd(arguments)
+        for gradient, place in zip(gradients, places[self.architecture.frozen :], strict=True):
+            place.copy_(gradient)
+        return value
 
     def _program(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
         key = (stacked, row.loss, len(arguments), arguments[-1].shape, arguments[len(self.architecture.names) + len(row.buffers)].shape)

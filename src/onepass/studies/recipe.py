@@ -7,7 +7,7 @@ import tomllib
 from importlib import resources
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from onepass.engine.gradients import Mode
 from onepass.errors import InputError, unknown
@@ -16,7 +16,8 @@ from onepass.memory import Policy
 from onepass.protocol import Setup
 from onepass.streams import STREAMS, stream
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(gt=0, strict=True)]
 
 
 class Paper(BaseModel):
@@ -41,11 +42,11 @@ class Recipe(BaseModel):
     stream: str
     stream_options: dict[str, Any] = {}
     methods: list[str]
-    seeds: PositiveInt = 5
-    cv_seeds: PositiveInt = 1
-    hidden: list[PositiveInt] = [256, 256]
-    batch_size: PositiveInt = 10
-    memory_per_task: PositiveInt = 250
+    seeds: Count = 5
+    cv_seeds: Count = 1
+    hidden: list[Count] = [256, 256]
+    batch_size: Count = 10
+    memory_per_task: Count = 250
     memory: Policy = "class-reservoir"
     memory_includes_current_task: bool = False
     memory_with_replacement: bool = False
@@ -59,7 +60,7 @@ class Recipe(BaseModel):
     def _names_exist(self) -> Recipe:
         if not self.methods:
             raise InputError("a study needs at least one method")
-        TypeAdapter(stream(self.stream).options).validate_python(self.stream_options)
+        self.make_stream_options()
         for name in self.methods:
             expected = set(method(name).hyperparameters)
             if name not in self.grids:
@@ -71,14 +72,27 @@ class Recipe(BaseModel):
         return self
 
     def make_stream_options(self) -> Any:
-        return stream(self.stream).options(**self.stream_options)
+        return _options(stream(self.stream).options, self.stream_options)
 
     def method_options(self, name: str) -> Any:
-        return TypeAdapter(method(name).learner.options).validate_python(self.options.get(name, {}))
+        return _options(method(name).learner.options, self.options.get(name, {}))
 
     def setup(self) -> Setup:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Setup)}
         return Setup(**shared | {"hidden": tuple(self.hidden)})
+
+
+def _options(kind: type, values: dict[str, Any]) -> Any:
+    """Options of a stream or a method; a whole number among them counts something, so it is at least 1."""
+    known = {f.name for f in dataclasses.fields(kind)}
+    for key in values:
+        if key not in known:
+            raise unknown("option", key, known)
+    made: Any = TypeAdapter(kind).validate_python(values)
+    for key, value in dataclasses.asdict(made).items():
+        if type(value) is int and value < 1:
+            raise InputError(f"{key}={value} is not valid: it must be at least 1")
+    return made
 
 
 def names() -> list[str]:

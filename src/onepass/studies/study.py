@@ -212,7 +212,8 @@ class _Processes:
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(self._counter,))
 
     def submit(self, job: Job) -> Future[list[Record]]:
-        return self._pool.submit(_work_in_process, job)
+        with _interrupts_held():  # a worker that is started here inherits this: Ctrl-C is for the driving process alone
+            return self._pool.submit(_work_in_process, job)
 
     def steps(self) -> int:
         return int(self._counter.value)
@@ -224,13 +225,21 @@ class _Processes:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _counter: Any = None
 
 
 def _start_worker(counter: Any) -> None:
     global _counter
     _counter = counter
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driving process decides
     torch.set_num_threads(1)
 
 

@@ -1,0 +1,200 @@
+"""Recipes: what is shipped, how it is changed, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onepass.errors import InputError
+from onepass.learners import METHODS
+from onepass.studies import recipe
+
+LEARNING_RATES = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001]
+STRENGTHS = [1.0, 10.0, 100.0, 1000.0, 10000.0]
+
+
+def refusal(*changes: str, name: str = "quickstart", methods: str | None = None, seeds: int | None = None) -> str:
+    """The sentence with which a recipe is refused."""
+    with pytest.raises(InputError) as refused:
+        recipe.load(name, list(changes), methods, seeds)
+    sentence = str(refused.value)
+    assert sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_there_are_recipes_for_every_shipped_stream() -> None:
+    assert {"quickstart", "permuted-digits", "split-digits", "permuted-mnist"} <= set(recipe.names())
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_shipped_recipe_loads_under_its_own_name(name: str) -> None:
+    assert recipe.load(name).name == name
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_shipped_recipe_has_the_grids_of_the_paper(name: str) -> None:
+    loaded = recipe.load(name)
+    assert {"van", "ewc", "a-gem", "multi-task"} <= set(loaded.methods)
+    for method, grid in loaded.grids.items():
+        assert set(grid) == set(METHODS[method].hyperparameters)
+        assert grid["learning_rate"] == LEARNING_RATES
+    assert loaded.grids["ewc"]["strength"] == STRENGTHS
+
+
+def test_permuted_mnist_is_set_up_as_in_the_paper() -> None:
+    loaded = recipe.load("permuted-mnist")
+    assert (loaded.hidden, loaded.batch_size, loaded.memory_per_task, loaded.seeds) == ([256, 256], 10, 250, 5)
+    assert loaded.method_options("a-gem").reference_batch == 256
+    assert loaded.make_stream_options().train_images == 55_000
+
+
+def test_permuted_mnist_carries_what_the_paper_chose_and_found() -> None:
+    paper = recipe.load("permuted-mnist").paper
+    assert paper.selected["van"] == {"learning_rate": 0.03}
+    assert paper.selected["ewc"] == {"learning_rate": 0.03, "strength": 10}
+    assert paper.selected["a-gem"] == {"learning_rate": 0.1}
+    assert {name: found["A_T"][0] for name, found in paper.published.items()} == {"van": 0.479, "ewc": 0.683, "a-gem": 0.891, "multi-task": 0.953}
+    assert {name: found["F_T"][0] for name, found in paper.published.items() if "F_T" in found} == {"van": 0.51, "ewc": 0.29, "a-gem": 0.06}
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "expected"),
+    [
+        ("seeds=2", ("seeds",), 2),
+        (" seeds = 2 ", ("seeds",), 2),
+        ("hidden=[32, 16]", ("hidden",), [32, 16]),
+        ("memory=ring", ("memory",), "ring"),
+        ("union_softmax=false", ("union_softmax",), False),
+        ("train_examples=60", ("stream_options", "train_examples"), 60),
+        ("stream_options.train_examples=60", ("stream_options", "train_examples"), 60),
+        ("reference_batch=64", ("options", "a-gem", "reference_batch"), 64),
+        ("options.a-gem.reference_batch=64", ("options", "a-gem", "reference_batch"), 64),
+        ("a-gem.reference_batch=64", ("options", "a-gem", "reference_batch"), 64),
+        ("grids.van.learning_rate=0.1", ("grids", "van", "learning_rate"), [0.1]),
+        ("grids.van.learning_rate=[0.1, 1]", ("grids", "van", "learning_rate"), [0.1, 1.0]),
+        ("van.learning_rate=0.1", ("grids", "van", "learning_rate"), [0.1]),
+        ("strength=10", ("grids", "ewc", "strength"), [10.0]),
+    ],
+)
+def test_a_change_finds_its_key_by_path_or_by_its_end(change: str, path: tuple[str, ...], expected: Any) -> None:
+    found: Any = recipe.load("quickstart", [change]).model_dump()
+    for key in path:
+        found = found[key]
+    assert found == expected
+
+
+def test_a_change_leaves_everything_else_alone() -> None:
+    before, after = recipe.load("quickstart"), recipe.load("quickstart", ["grids.van.learning_rate=0.1"])
+    assert before.grids["van"] != after.grids["van"]
+    assert after.model_copy(update={"grids": after.grids | {"van": before.grids["van"]}}) == before
+
+
+def test_the_last_of_several_changes_wins() -> None:
+    assert recipe.load("quickstart", ["seeds=2", "seeds=3"]).seeds == 3
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [("van", ["van"]), (" a-gem , van,", ["a-gem", "van"]), ("van,van", ["van"]), ("all", list(recipe.load("quickstart").grids))],
+)
+def test_methods_are_chosen_by_name(methods: str, expected: list[str]) -> None:
+    assert recipe.load("quickstart", methods=methods).methods == expected
+
+
+def test_stream_options_are_read_as_what_they_stand_for() -> None:
+    assert recipe.load("quickstart", ["train_examples='60'"]).make_stream_options().train_examples == 60
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ({"name": "quikstart"}, "'quickstart'"),
+        ({"name": "permuted_mnist"}, "'permuted-mnist'"),
+        ({"methods": "agem"}, "'a-gem'"),
+        ({"methods": "van,ewcc"}, "'ewc'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(given: dict[str, Any], nearest: str) -> None:
+    assert f"did you mean {nearest}?" in refusal(**given)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("memory_per_tsk", "memory_per_task"),
+        ("train_example", "train_examples"),
+        ("referencebatch", "reference_batch"),
+        ("grids.agem.learning_rate", "grids.a-gem.learning_rate"),
+        ("ewc.fisher_evry", "fisher_every"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(key: str, nearest: str) -> None:
+    sentence = refusal(f"{key}=1")
+    assert f"unknown key '{key}'" in sentence
+    assert nearest in sentence.partition("?")[0]
+
+
+def test_an_ambiguous_key_is_answered_with_what_it_could_be() -> None:
+    sentence = refusal("learning_rate=0.1")
+    assert all(f"grids.{name}.learning_rate" in sentence for name in METHODS)
+
+
+@pytest.mark.parametrize("change", ["seeds", "", "grids.van.learning_rate"])
+def test_a_change_without_a_value_is_refused(change: str) -> None:
+    assert "key=value" in refusal(change)
+
+
+@pytest.mark.parametrize("key", ["name", "summary", "stream", "methods", "paper", "grids", ""])
+def test_what_a_recipe_is_cannot_be_changed(key: str) -> None:
+    assert f"unknown key '{key}'" in refusal(f"{key}=1")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[
+            (key, value)
+            for key in ("seeds", "cv_seeds", "batch_size", "memory_per_task", "reference_batch", "fisher_every", "train_examples", "test_examples")
+            for value in ("0", "-5", "2.5", "many", "")
+        ],
+        *[("grids.van.learning_rate", value) for value in ("0", "-0.1", "nan", "inf", "fast", "true", "[]", "[0.1, 0]")],
+        *[("hidden", value) for value in ("5", "[0]", "[16, -1]")],
+        ("strength", "0"),
+        ("batch_size", "true"),
+        ("union_softmax", "5"),
+        ("flush", "often"),
+        ("memory", "rnig"),
+        ("gradients", "fast"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_the_name_of_its_key(key: str, value: str) -> None:
+    assert key in refusal(f"{key}={value}").partition("=")[0]
+
+
+@pytest.mark.parametrize("seeds", [0, -1])
+def test_no_seeds_are_refused(seeds: int) -> None:
+    assert f"seeds={seeds}" in refusal(seeds=seeds)
+
+
+@pytest.mark.parametrize("methods", ["", " , "])
+def test_no_methods_are_refused(methods: str) -> None:
+    assert "at least one method" in refusal(methods=methods)
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ({"stream": "permuted-digit"}, "'permuted-digits'"),
+        ({"methods": ["vna"]}, "'van'"),
+        ({"grids": {}}, "grids.van"),
+        ({"grids": {"van": {"strength": [1]}}}, "learning_rate"),
+        ({"stream_options": {"train_exmples": 5}}, "'train_examples'"),
+        ({"options": {"a-gem": {"referencebatch": 5}}}, "'reference_batch'"),
+        ({"sedes": 5}, "sedes"),
+    ],
+)
+def test_a_recipe_that_contradicts_itself_is_refused(part: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        recipe.Recipe(**{**recipe.read("quickstart"), "methods": ["van"], **part})

@@ -1,0 +1,284 @@
+"""The command line: bad input is one sentence, a run is a table and JSON, and Ctrl-C leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from hashlib import md5
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.cli import main
+from onepass.learners import METHODS
+from onepass.streams import STREAMS, mnist
+from onepass.studies import recipe
+
+TINY = "run quickstart --methods van --seeds 2 --set train_examples=60 --set test_examples=40 --set grids.van.learning_rate=0.1"
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def exit_code(*arguments: str) -> Any:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return stop.value.code
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command is refused."""
+    assert exit_code(*arguments) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("onepass: ")
+    assert "Traceback" not in line
+    assert printed.out == ""
+    return line
+
+
+@pytest.mark.parametrize(
+    ("command", "mentions"),
+    [
+        ("run quikstart", "did you mean 'quickstart'?"),
+        ("run quickstart --methods agem", "did you mean 'a-gem'?"),
+        ("run quickstart --methods=", "at least one method"),
+        ("run quickstart --set memory_per_tsk=5", "did you mean 'memory_per_task'?"),
+        ("run quickstart --set grids.vna.learning_rate=0.1", "did you mean 'grids.van.learning_rate'?"),
+        ("run quickstart --set batch_size", "--set key=value"),
+        ("run quickstart --set batch_size=ten", "batch_size='ten'"),
+        ("run quickstart --set batch_size=0", "batch_size=0"),
+        ("run quickstart --set memory=rnig", "'ring'"),
+        ("run quickstart --set memory_per_task=0", "memory_per_task=0"),
+        ("run quickstart --set memory_per_task=-5", "memory_per_task=-5"),
+        ("run quickstart --set grids.van.learning_rate=0", "grids.van.learning_rate"),
+        ("run quickstart --set train_examples=1000000", "train_examples=1000000"),
+        ("run quickstart --seeds 0", "seeds=0"),
+        ("run quickstart --seeds -1", "seeds=-1"),
+        ("run quickstart --workers 0", "--workers 0"),
+        ("run quickstart --device gpu", "cpu, cuda or auto"),
+        pytest.param("run quickstart --device cuda", "--device cpu", marks=no_gpu),
+        ("run quickstart --json {tmp}/file/table.json", "{tmp}/file is not a folder"),
+        ("run quickstart --json {tmp}/folder", "{tmp}/folder (it is a folder)"),
+        ("run quickstart --out {tmp}/file", "{tmp}/file is not a folder"),
+        ("run permuted-mnist --data {tmp}/nowhere", "{tmp}/nowhere"),
+        ("data get mnst", "did you mean 'mnist'?"),
+        ("data get mnist --data {tmp}/nowhere", "{tmp}/nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(command: str, mentions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    line = refusal(capsys, *(word.format(tmp=tmp_path) for word in command.split()))
+    assert mentions.format(tmp=tmp_path) in line
+
+
+@pytest.mark.parametrize("command", ["run", "run quickstart --sedes 3", "run quickstart --seeds some", "data get", "walk"])
+def test_wrong_usage_exits_with_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*command.split()) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def mnist_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four tiny files in the format of MNIST that count as the canonical ones."""
+    for name in mnist.FILES:
+        shape = (2, 28, 28) if "images" in name else (2,)
+        content = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + bytes(2 * 28 * 28 if "images" in name else 2)
+        (tmp_path / name).write_bytes(content)
+        monkeypatch.setitem(mnist.FILES, name, ("", md5(content).hexdigest()))
+    return tmp_path
+
+
+def test_a_folder_with_sound_files_is_found(mnist_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("data", "get", "mnist", "--data", str(mnist_folder)) == 0
+    assert capsys.readouterr().out.strip() == str(mnist_folder)
+
+
+@pytest.mark.parametrize("command", ["run permuted-mnist", "data get mnist"])
+@pytest.mark.parametrize(
+    "harm", [lambda content: content[:-1], lambda content: content[:-1] + b"\x01", lambda _: b""], ids=["truncated", "altered", "empty"]
+)
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+def test_a_harmed_file_is_refused_by_its_name(
+    command: str, harm: Callable[[bytes], bytes], name: str, mnist_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = mnist_folder / name
+    path.write_bytes(harm(path.read_bytes()))
+    line = refusal(capsys, *command.split(), "--data", str(mnist_folder))
+    assert f"{path} is truncated or altered" in line
+
+
+def test_the_data_folder_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ONEPASS_DATA", str(tmp_path / "nowhere"))
+    assert "ONEPASS_DATA" in refusal(capsys, "run", "permuted-mnist")
+
+
+def test_list_names_every_stream_method_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("list") == 0
+    first_words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    for name in [*STREAMS, *METHODS, *recipe.names()]:
+        assert name in first_words
+
+
+def tiny_run(folder: Path, workers: int = 1) -> tuple[dict[str, Any], str]:
+    """The JSON and the printed table of a run that takes a second."""
+    table, printed = folder / "table.json", StringIO()
+    with redirect_stdout(printed):
+        assert exit_code(*TINY.split(), "--workers", str(workers), "--json", str(table), "--out", str(folder / "out")) == 0
+    return json.loads(table.read_text()), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path) -> tuple[dict[str, Any], str]:
+    return tiny_run(folder)
+
+
+def test_json_has_every_number_of_the_table_for_every_seed(outcome: tuple[dict[str, Any], str]) -> None:
+    document, _ = outcome
+    assert document["recipe"] == "quickstart"
+    assert set(document["methods"]) == {"van"}
+    van = document["methods"]["van"]
+    assert van["hyperparameters"] == {"learning_rate": 0.1}
+    for name in ("A_T", "F_T", "LCA_10", "worst_forgetting", "seconds"):
+        assert set(van[name]) == {"mean", "std", "interval", "values"}
+        assert len(van[name]["values"]) == 2
+        assert van[name]["mean"] == pytest.approx(sum(van[name]["values"]) / 2)
+        low, high = van[name]["interval"]
+        assert low <= van[name]["mean"] <= high
+    assert all(0 <= value <= 1 for name in ("A_T", "LCA_10") for value in van[name]["values"])
+    assert all(value > 0 for value in van["seconds"]["values"])
+    assert van["violations"]["mean"] is None  # plain SGD has no constraint
+
+
+def test_the_table_is_printed(outcome: tuple[dict[str, Any], str]) -> None:
+    document, printed = outcome
+    (row,) = [line for line in printed.splitlines() if " van " in line]
+    assert "lr=0.1" in row
+    assert f"{100 * document['methods']['van']['A_T']['mean']:.1f} ± " in row
+
+
+def test_the_folder_gets_the_table_and_the_raw_record_of_each_method(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
+    assert {path.name for path in (folder / "out").iterdir()} == {"table.json", "van.json"}
+    assert json.loads((folder / "out" / "table.json").read_text()) == outcome[0]
+    record = json.loads((folder / "out" / "van.json").read_text())
+    assert [run["seed"] for run in record["records"]] == [0, 1]
+    assert [sum(run["accuracy"][-1]) / 17 for run in record["records"]] == pytest.approx(outcome[0]["methods"]["van"]["A_T"]["values"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_same_command_gives_the_same_values_with_any_number_of_workers(workers: int, outcome: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    again, _ = tiny_run(tmp_path, workers)
+    for name in ("A_T", "F_T", "LCA_10"):
+        expected = outcome[0]["methods"]["van"][name]["values"]
+        assert again["methods"]["van"][name]["values"] == (expected if workers == 1 else pytest.approx(expected, abs=1e-6))
+
+
+class Started:
+    """The command line in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._log = folder / "stderr"
+        command = [str(Path(sys.executable).with_name("onepass")), *arguments]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background of a shell do not hear Ctrl-C
+            )
+        self.pid = self._process.pid
+
+    @property
+    def printed(self) -> str:
+        return self._log.read_text()
+
+    def processes(self) -> list[int]:
+        """The living processes of the group."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            except OSError:  # gone in the meantime
+                continue
+            if int(group) == self.pid and state != "Z":
+                found.append(int(path.parent.name))
+        return found
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; printed so far: {self.printed}"
+            time.sleep(0.01)
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C; the exit code."""
+        os.killpg(self.pid, signal.SIGINT)
+        return self._process.wait(timeout=60)
+
+    def clean_up(self) -> None:
+        if self.processes():
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def begin(*arguments: str) -> Started:
+        started.append(Started(tmp_path, *arguments))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.clean_up()
+
+
+LONG = (
+    "run quickstart --methods van,ewc --seeds 2 --set train_examples=100 --set test_examples=20 --set grids.van.learning_rate=0.1"
+    " --set grids.ewc.learning_rate=0.1 --set strength=10"
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_after_an_interrupt_whole_files_of_finished_methods_are_left_and_nothing_else(
+    workers: int, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    out, table = tmp_path / "out", tmp_path / "tables" / "table.json"
+    command = start(*LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table))
+    command.wait_until(lambda: "van: finished" in command.printed)
+    assert command.interrupt() == 130
+    assert command.printed.splitlines()[-1] == f"interrupted; finished: van, kept in {out}"
+    assert "Traceback" not in command.printed
+    assert [path.name for path in out.iterdir()] == ["van.json"]
+    assert json.loads((out / "van.json").read_text())["method"] == "van"
+    assert list(table.parent.iterdir()) == []
+    command.wait_until(lambda: not command.processes())
+
+
+def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start(start: Callable[..., Started]) -> None:
+    command = start(*LONG.split(), "--workers", "2")
+    command.wait_until(lambda: len(command.processes()) == 4)  # itself, two workers, and Python's tracker of shared resources
+    helpers = {*command.processes()} - {command.pid}
+    for helper in helpers:
+        os.kill(helper, signal.SIGINT)
+    time.sleep(1)
+    assert helpers <= {*command.processes()}
+    assert command.interrupt() == 130
+    assert command.printed == "interrupted; no method was finished\n"
+    command.wait_until(lambda: not command.processes())
