@@ -22,7 +22,8 @@ class ToyStream(Stream):
     def __init__(self, ragged: bool = False, shared: bool = False, examples: int = 47) -> None:
         generator = torch.Generator().manual_seed(3)
         classes = torch.arange(8).repeat(40)
-        x = torch.randint(0, 40, (320, FEATURES), generator=generator) + 25 * classes[:, None] % 200
+        prototypes = torch.randint(0, 206, (8, FEATURES), generator=generator)
+        x = prototypes[classes] + torch.randint(0, 50, (320, FEATURES), generator=generator)
         super().__init__(Pool(x.to(torch.uint8), classes, 240, scale=1 / 255))
         self.ragged, self.shared, self.examples = ragged, shared, examples
 

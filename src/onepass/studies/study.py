@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from onepass.engine.cpu import keep_freed_memory
 from onepass.errors import InputError
 from onepass.learners import method
 from onepass.metrics import Record
@@ -185,6 +186,7 @@ class _InProcess:
 
     def __init__(self) -> None:
         self._steps, self._stopped = 0, False
+        keep_freed_memory()
         self._pool = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> Future[list[Record]]:
@@ -241,6 +243,7 @@ def _start_worker(counter: Any) -> None:
     global _counter
     _counter = counter
     torch.set_num_threads(1)
+    keep_freed_memory()
 
 
 def _work_in_process(job: Job) -> list[Record]:

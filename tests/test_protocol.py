@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from onepass import protocol
+from onepass.errors import InputError
+from onepass.learners import METHODS
+from onepass.metrics import Record
+from onepass.protocol import Run, Setup, assemble, grid_points, select, train
+from toys import ToyStream
+
+SETUP = Setup(hidden=(8,), memory_per_task=6)
+BLANK = Record(0, {}, np.zeros((2, 2)), np.zeros(2), np.zeros((2, 11)), None, None, 0.0, 0, False)
+
+
+def tried(rate: float, *accuracies: float, diverged: bool = False) -> list[Record]:
+    return [replace(BLANK, hyperparameters={"learning_rate": rate}, accuracy=np.full((2, 2), a), diverged=diverged) for a in accuracies]
+
+
+def test_the_best_average_accuracy_over_seeds_is_chosen() -> None:
+    assert select([*tried(0.3, 0.9, 0.1), *tried(0.1, 0.6, 0.7), *tried(0.03, 0.5, 0.5)]) == {"learning_rate": 0.1}
+
+
+def test_of_equals_the_first_in_the_grid_is_chosen() -> None:
+    assert select([*tried(0.1, 0.5), *tried(0.3, 0.6), *tried(0.03, 0.6)]) == {"learning_rate": 0.3}
+
+
+def test_a_grid_point_of_which_a_run_diverged_has_lost() -> None:
+    records = [*tried(0.3, 0.9), *tried(0.3, 0.9, diverged=True), *tried(0.1, 0.2, 0.2)]
+    assert select(records) == {"learning_rate": 0.1}
+    with pytest.raises(InputError, match="diverged"):
+        select(tried(0.3, 0.9, diverged=True))
+
+
+def test_selection_looks_at_the_last_row_of_accuracies_alone() -> None:
+    early = replace(BLANK, hyperparameters={"learning_rate": 1.0}, accuracy=np.array([[1.0, 1.0], [0.4, 0.4]]))
+    assert select([early, *tried(0.1, 0.5)]) == {"learning_rate": 0.1}
+
+
+def test_a_grid_is_all_combinations() -> None:
+    assert len(grid_points({"learning_rate": [1, 2, 3], "strength": [1, 2]})) == 6
+
+
+@pytest.mark.parametrize("method", ["van", "ewc", "a-gem"])
+def test_the_record_is_what_a_plain_evaluation_finds(method: str) -> None:
+    rows = [Run(seed, {"learning_rate": 0.2, "strength": 1.0}) for seed in (0, 1)]
+    records = train(ToyStream(), "ev", METHODS[method], rows, SETUP)
+    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS[method], rows, SETUP)
+
+    def by_hand(task: int, run: int) -> float:
+        test = feed.test(task)
+        logits = fleet.forward(test).logits[run]
+        own = logits[:, 2 * task : 2 * task + 2].argmax(1) + 2 * task
+        return float((own == test.slots[run]).double().mean())
+
+    for r in (0, 1):
+        assert records[r].initial.tolist() == [by_hand(j, r) for j in range(4)]
+    for k in range(4):
+        learner.begin_task(k)
+        for r in (0, 1):
+            assert records[r].curve[k, 0] == by_hand(k, r)
+        for number, batch in enumerate(feed.batches(k), start=1):
+            fleet.learn(learner, batch)
+            for r in (0, 1):
+                assert records[r].curve[k, number] == by_hand(k, r)
+        learner.end_task()
+        assert np.isnan(records[0].curve[k, number + 1 :]).all()
+        for r in (0, 1):
+            assert records[r].accuracy[k].tolist() == [by_hand(j, r) for j in range(4)]
+
+
+def test_accuracy_on_memories_is_recorded_for_past_tasks() -> None:
+    record = train(ToyStream(), "ev", METHODS["a-gem"], [Run(0, {"learning_rate": 0.2})], SETUP)[0]
+    assert record.memory_accuracy is not None
+    assert np.isnan(record.memory_accuracy[np.triu_indices(4, k=1)]).all()
+    assert np.isfinite(record.memory_accuracy[np.tril_indices(4)]).all()
+    assert ((record.memory_accuracy[np.tril_indices(4)] * 6) % 1 == 0).all()  # six examples a task
+    assert record.violations is not None
+    assert record.violations[0] == 0
+    assert len(record.violations) == 4
+
+
+def test_a_joined_pass_has_one_row_of_accuracies_and_no_learning_curve() -> None:
+    record = train(ToyStream(), "ev", METHODS["multi-task"], [Run(0, {"learning_rate": 0.2})], SETUP)[0]
+    assert record.accuracy.shape == (1, 4)
+    assert record.curve.size == 0
+    assert record.violations is None
+    assert record.accuracy.mean() > 0.65
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_the_softmax_of_a_joined_pass_is_over_all_slots_or_over_the_tasks_own(union: bool) -> None:
+    feed, fleet, _ = assemble(ToyStream(), "ev", METHODS["multi-task"], [Run(0, {"learning_rate": 0.2})], replace(SETUP, union_softmax=union))
+    batch = next(feed.batches(0))
+    logits, slots = fleet.forward(batch).logits[0], batch.slots[0]
+    rivals = [range(8) if union else range(int(s) // 2 * 2, int(s) // 2 * 2 + 2) for s in slots]
+    expected = torch.stack([x[list(r)].logsumexp(0) - x[s] for x, s, r in zip(logits, slots, rivals, strict=True)]).mean()
+    assert torch.allclose(fleet.grad(batch)[1][0], expected, atol=1e-5)
+
+
+def test_every_test_example_is_scored_whatever_the_size_of_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Run(seed, {"learning_rate": 0.2}) for seed in (0, 1)]
+    _, fleet, learner = assemble(ToyStream(), "ev", METHODS["van"], rows, SETUP)
+    batch = assemble(ToyStream(), "ev", METHODS["van"], rows, SETUP)[0].test(1)
+    whole = protocol.accuracy(fleet, learner, batch)
+    monkeypatch.setattr(protocol, "EVALUATE_AT_ONCE", 7)
+    assert torch.equal(protocol.accuracy(fleet, learner, batch), whole)
+    monkeypatch.setattr(learner, "scores", lambda b: torch.nn.functional.one_hot(b.slots, 8).float())
+    assert protocol.accuracy(fleet, learner, batch).tolist() == [1.0, 1.0]
+
+
+def test_rows_of_unequal_length_are_recorded_as_if_alone() -> None:
+    rows = [Run(seed, {"learning_rate": 0.2}) for seed in (0, 1, 2)]
+    together = train(ToyStream(ragged=True), "ev", METHODS["a-gem"], rows, SETUP)
+    for row, record in zip(rows, together, strict=True):
+        alone = train(ToyStream(ragged=True), "ev", METHODS["a-gem"], [row], SETUP)[0]
+        assert np.array_equal(np.isnan(alone.curve), np.isnan(record.curve))
+        assert np.allclose(alone.accuracy, record.accuracy, atol=0.051)  # one of twenty test examples
+        assert alone.violations is not None
+        assert record.violations is not None
+        assert np.abs(np.array(alone.violations) - np.array(record.violations)).max() <= 1
+
+
+def test_state_bytes_count_parameters_importances_and_memory() -> None:
+    bytes_of = {
+        name: train(ToyStream(), "ev", METHODS[name], [Run(0, {"learning_rate": 0.2, "strength": 1.0})], SETUP)[0].state_bytes
+        for name in ("van", "ewc", "a-gem")
+    }
+    parameters = 4 * (6 * 8 + 8 + 8 * 8 + 8)
+    assert bytes_of["van"] == parameters
+    assert parameters * 5 <= bytes_of["ewc"] < parameters * 5 + 100
+    assert bytes_of["a-gem"] > parameters + 4 * 6 * 6
