@@ -250,7 +250,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 
 LONG = (
-    "run quickstart --methods van,ewc --seeds 2 --set train_examples=100 --set test_examples=20 --set grids.van.learning_rate=0.1"
+    "run quickstart --methods van,ewc --seeds 2 --set train_examples=200 --set test_examples=20 --set grids.van.learning_rate=0.1"
     " --set grids.ewc.learning_rate=0.1 --set strength=10"
 )
 
@@ -261,12 +261,13 @@ def test_after_an_interrupt_whole_files_of_finished_methods_are_left_and_nothing
 ) -> None:
     out, table = tmp_path / "out", tmp_path / "tables" / "table.json"
     command = start(*LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table))
-    command.wait_until(lambda: "van: finished" in command.printed)
+    command.wait_until(lambda: ": finished" in command.printed)
     assert command.interrupt() == 130
-    assert command.printed.splitlines()[-1] == f"interrupted; finished: van, kept in {out}"
+    (finished,) = [line.removesuffix(": finished") for line in command.printed.splitlines() if line.endswith(": finished")]
+    assert command.printed.splitlines()[-1] == f"interrupted; finished: {finished}, kept in {out}"
     assert "Traceback" not in command.printed
-    assert [path.name for path in out.iterdir()] == ["van.json"]
-    assert json.loads((out / "van.json").read_text())["method"] == "van"
+    assert [path.name for path in out.iterdir()] == [f"{finished}.json"]
+    assert json.loads((out / f"{finished}.json").read_text())["method"] == finished
     assert list(table.parent.iterdir()) == []
     command.wait_until(lambda: not command.processes())
 
