@@ -98,7 +98,7 @@ def fleet_loop(method: str, runs: int, mode: Mode, device: str) -> Callable[[int
     stream = PermutedStream(pool(), None, None)
     hyperparameters = {"learning_rate": RATE, "strength": STRENGTH}
     rows = [Run(seed, hyperparameters) for seed in range(runs)]
-    feed, fleet, learner = assemble(stream, "ev", METHODS[method], rows, Setup(gradients=mode), device=device)
+    feed, fleet, learner = assemble(stream, "ev", METHODS[method], rows, Setup(gradients=mode), device=device, threads=torch.get_num_threads())
     if learner.memory is not None:
         for task in range(MEMORY_TASKS):
             learner.begin_task(task)

@@ -102,7 +102,7 @@ class EpisodicMemory:
         turn = torch.arange(count, device=x.device).expand_as(target)
         last = torch.full_like(self._slots, -1).scatter_reduce(1, target, turn, "amax")
         target = torch.where(last.gather(1, target) == turn, target, trash)
-        self._x[self._rows, target] = x
+        self._x.flatten(0, 1).index_copy_(0, self._flat(target), x.flatten(0, 1))
         self._slots.scatter_(1, target, batch.slots)
         self._task.scatter_(1, target, self.task)
         self._seen += mine.sum(1)
@@ -145,7 +145,12 @@ class EpisodicMemory:
 
     def _take(self, index: Tensor, sizes: tuple[int, ...] | None) -> Batch:
         assert self._x is not None
-        return Batch(self._x[self._rows, index], self._slots.gather(1, index), sizes)
+        x = self._x.flatten(0, 1).index_select(0, self._flat(index))
+        return Batch(x.view(*index.shape, *x.shape[1:]), self._slots.gather(1, index), sizes)
+
+    def _flat(self, place: Tensor) -> Tensor:
+        """Places `[R, n]` as rows of the memory of all runs: whole examples are copied, which is far faster than element by element."""
+        return (place + self._rows * self._slots.shape[1]).flatten()
 
     def contents(self) -> tuple[Batch, Tensor] | None:
         """All visible examples and the task of each, `[R, n]` (−1 behind a row's end)."""

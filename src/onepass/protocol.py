@@ -89,6 +89,7 @@ def train(
     options: object | None = None,
     *,
     device: torch.device | str = "cpu",
+    threads: int | None = None,
     evaluate: bool = True,
     progress: Progress | None = None,
 ) -> list[Record]:
@@ -97,7 +98,7 @@ def train(
     Evaluation (before the first batch of each task, after each of the first ten, on all tasks and memories at task ends) changes nothing
     of the training: with `evaluate=False` the parameters end bit-identical.
     """
-    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
+    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device, threads=threads)
     record = _Recorder(fleet, learner, feed, evaluate)
     for phase in range(feed.phases):
         learner.begin_task(phase)
@@ -128,6 +129,7 @@ def assemble(
     options: object | None = None,
     *,
     device: torch.device | str = "cpu",
+    threads: int | None = None,
 ) -> tuple[Feed, Fleet, Learner]:
     """The feed, fleet and learner of some runs, before their first step."""
     seeds = [run.seed for run in runs]
@@ -141,6 +143,7 @@ def assemble(
         device=device,
         prepare=stream.pool.prepare,
         gradients=setup.gradients,
+        threads=threads,
     )
     columns = {name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device) for name in method.learner.hyperparameters}
     memory = None

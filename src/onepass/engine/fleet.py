@@ -59,7 +59,8 @@ class Fleet:
 
     `build` makes the module; it is called once a run under that run's own random seed, so a run's initial parameters depend on its seed
     alone. `active [R, 1]` says which runs take part in the current step; it gates every write. A run has diverged when its loss is not
-    finite or its cross-entropy beyond `LOST`: it is never active again and its neighbours do not notice.
+    finite or its cross-entropy beyond `LOST`: it is never active again and its neighbours do not notice. `threads` are what torch may use
+    for large batches on a CPU (small ones then get one); by default torch's own setting stays as it is.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Fleet:
         gradients: Mode = "auto",
         head: str | None = None,
         optimizer: MakeOptimizer | None = None,
+        threads: int | None = None,
     ) -> None:
         if not seeds or len(learning_rate) != len(seeds):
             raise InputError(f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}")
@@ -90,7 +92,7 @@ class Fleet:
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
-        self._prepare, self._mode, self._head, self._make_optimizer = prepare, gradients, head, optimizer
+        self._prepare, self._mode, self._head, self._make_optimizer, self._threads = prepare, gradients, head, optimizer, threads
         self._generation = 0
         self._assemble([self._build(build, seed) for seed in seeds])
 
@@ -156,7 +158,7 @@ class Fleet:
         self.buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
-        self.gradients = Gradients(self.architecture, self._mode, self.runs)
+        self.gradients = Gradients(self.architecture, self._mode, self.runs, self._threads)
         self._parameter = nn.Parameter(self.theta[0], requires_grad=False)
         self._optimizer = self._make_optimizer([self._parameter]) if self._make_optimizer else None
 

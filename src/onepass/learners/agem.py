@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepass.engine.algebra import dot
 from onepass.engine.fleet import Fleet
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory
@@ -17,8 +18,8 @@ from onepass.streams.batch import Batch
 TINY = 1e-30
 
 
-def project(g: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """The update rule of A-GEM for each row, and which rows it changed `[R, 1]`.
+def project(g: Tensor, reference: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The update rule of A-GEM for each row (into `out` if given), and which rows it changed `[R, 1]`.
 
     `g̃ = g − (gᵀ g_ref / g_refᵀ g_ref) g_ref` if `gᵀ g_ref < 0`, else `g̃ = g`: the closest vector to `g` with `g̃ᵀ g_ref ≥ 0`. The products
     run over all parameters at once, heads included.
@@ -26,10 +27,10 @@ def project(g: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     >>> project(torch.tensor([[1.0, 1.0]]), torch.tensor([[-2.0, 0.0]]))
     (tensor([[0., 1.]]), tensor([[True]]))
     """
-    dot = torch.linalg.vecdot(g, reference)[:, None]
-    square = torch.linalg.vecdot(reference, reference)[:, None]
-    violated = (dot < 0) & (square > TINY)
-    return torch.addcmul(g, torch.where(violated, dot / square, 0), reference, value=-1), violated
+    product = dot(g, reference)
+    square = torch.linalg.vector_norm(reference, dim=1, keepdim=True).square()
+    violated = (product < 0) & (square > TINY)
+    return torch.addcmul(g, torch.where(violated, product / square, 0), reference, value=-1, out=out), violated
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class AGem(Learner):
         if reference is None:
             return g
         g_ref, _ = self.fleet.grad(reference, update_buffers=self.moves)
-        g, violated = project(g, g_ref)
+        g, violated = project(g, g_ref, out=g)
         self.violations += (violated & self.fleet.active)[:, 0]
         return g
 

@@ -45,6 +45,7 @@ class Ewc(Learner):
         self.pull = torch.zeros_like(fleet.theta)  # 2 λ F
         self.anchor = fleet.theta.clone()
         self.anchored = False
+        self._away = torch.empty_like(fleet.theta)  # room for θ − θ*
         self.steps = 0
 
     def begin_task(self, task: int) -> None:
@@ -59,7 +60,7 @@ class Ewc(Learner):
             self._average(self.fleet.active, self.every)
         if not self.anchored:
             return g
-        return torch.addcmul(g, self.pull, self.fleet.theta - self.anchor)
+        return g.addcmul_(self.pull, torch.sub(self.fleet.theta, self.anchor, out=self._away))
 
     def _average(self, rows: Tensor, count: Tensor | int) -> None:
         estimate = (1 - NEW) * self.fisher + NEW * self.squares / count

@@ -27,7 +27,7 @@ class Pool:
     scale: float  # bytes times this are the inputs of the network
 
     def prepare(self, x: Tensor) -> Tensor:
-        return x * self.scale  # bytes times a number are float32, in one operation
+        return x.to(torch.float32, copy=True).mul_(self.scale)
 
 
 @dataclass(frozen=True)

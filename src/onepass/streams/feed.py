@@ -88,7 +88,7 @@ class Feed:
 
     def _gather(self, index: Tensor, owner: Tensor | int) -> Batch:
         slots = self._slot_of_class[self._rows, owner, self._classes[index]]
-        x = self._x[index]
+        x = self._x.index_select(0, index.flatten()).view(*index.shape, -1)
         if self._permutation is not None:
             order = self._permutation[:, owner][:, None] if isinstance(owner, int) else self._permutation[self._rows, owner]
             x = x.gather(2, order.expand_as(x))
