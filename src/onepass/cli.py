@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,11 +22,22 @@ from onepass.streams import STREAMS, stream
 from onepass.studies import fetch, recipe, study
 from onepass.studies.study import Job, Result
 
-app = typer.Typer(help="Learn from a stream of tasks in a single pass, without forgetting.", no_args_is_help=True, add_completion=False)
-data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
+app = typer.Typer(add_completion=False)
+data_app = typer.Typer(help="Data sets.")
 app.add_typer(data_app, name="data")
 
 screen = Console(stderr=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"onepass {metadata.version('onepass')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False) -> None:
+    """Learn from a stream of tasks in a single pass, without forgetting."""
 
 
 class Watch:
@@ -94,7 +106,7 @@ def run(
         if target is not None:
             files.write_json(target, content)
     terminal = Console()
-    Console(width=max(terminal.width, 120) if not terminal.is_terminal else None).print(table(chosen, results))
+    Console(width=max(terminal.width, 120) if not terminal.is_terminal else None).print(table(chosen, results, change or []))
 
 
 @app.command(name="list")
@@ -127,11 +139,21 @@ def data_get(
     print(folder)
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """The console script: bad input is one sentence and exit code 2."""
+def main(arguments: list[str] | None = None) -> None:
+    """The command line: bad input is one sentence and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        app(arguments)
+        code = app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
     except InputError as error:
-        screen.print(f"onepass: {error}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(2)
+        _complain(str(error))
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # what typer raises for unknown options and the like
+        if usage is None:
+            raise
+        _complain(f"{usage()} (see onepass --help)")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(sentence: str) -> NoReturn:
+    screen.print(f"onepass: {sentence}", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(2)

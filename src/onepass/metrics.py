@@ -169,7 +169,7 @@ def summarise(values: Sequence[float | None]) -> Summary:
     """
     known = [v for v in values if v is not None]
     if len(known) < len(values) or not known:
-        return Summary(None, None, None, list(values) if known else [])
+        return Summary(None, None, None, list(values))
     mean = float(np.mean(known))
     if len(known) == 1:
         return Summary(mean, 0.0, None, list(values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -32,8 +32,11 @@ def document(recipe: Recipe, results: Mapping[str, Result]) -> dict[str, Any]:
     return {"recipe": recipe.name, "configuration": recipe.model_dump(exclude={"paper"}), "methods": methods}
 
 
-def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
-    """Method, chosen hyper-parameters and results; the paper's numbers in a second line where it has some."""
+def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] = ()) -> Table:
+    """Method, chosen hyper-parameters and results; the paper's numbers in a second line where it has some.
+
+    `changes` are what was set differently from the recipe: the paper's numbers do not apply to them, and the caption says so.
+    """
     made = Table(title=f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds", title_justify="left")
     made.add_column("method", no_wrap=True)
     made.add_column("chosen")
@@ -68,8 +71,13 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
                 _published(published.get("violations"), 1, 0),
                 style="dim",
             )
+    notes = [f"with {', '.join(changes)}"] if changes else []
     if recipe.paper.published:
-        made.caption = "* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)"
+        notes.append("* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)")
+    if changes and recipe.paper.published:
+        notes.append("the paper's numbers are for the recipe as it stands, not for these changes")
+    made.caption = "\n".join(notes) or None
+    made.caption_justify = "left"
     return made
 
 

@@ -20,6 +20,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
 
+FIXED = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}  # of a recipe's fields, not for --set
+
+
 class Paper(BaseModel):
     """What the paper reports for a stream: the hyper-parameters it chose, and `[mean]` or `[mean, standard deviation]` a metric."""
 
@@ -138,8 +141,7 @@ def method_name(name: str) -> str:
 
 def _paths(document: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Everything that may be set, as dotted paths."""
-    fixed = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}
-    keys: list[tuple[str, ...]] = [(name,) for name in Recipe.model_fields if name not in fixed]
+    keys: list[tuple[str, ...]] = [(name,) for name in Recipe.model_fields if name not in FIXED]
     if document["stream"] in STREAMS:
         keys += [("stream_options", f.name) for f in dataclasses.fields(STREAMS[document["stream"]].options)]
     for name, found in METHODS.items():
@@ -151,6 +153,10 @@ def _paths(document: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 def _resolve(key: str, paths: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     if key in paths:
         return paths[key]
+    if key in FIXED:
+        raise InputError(
+            f"'{key}' belongs to the recipe and cannot be set: choose another recipe, or its parts by --methods, --seeds and longer keys"
+        )
     ends = [path for name, path in paths.items() if name.endswith("." + key)]
     if len(ends) == 1:
         return ends[0]

@@ -1,0 +1,18 @@
+"""`onepass` and `python -m onepass`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        from onepass import cli  # takes a second or two: torch
+
+        cli.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
