@@ -31,6 +31,7 @@ class Architecture:
         self.trainable = slice(sum(self.lengths[: self.frozen]), self.size)
         self.convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
         self._features: Tensor | None = None
+        self._listening = False  # the user may call the module too; those activations are none of our business
         last = self._find_head(head)
         if last is not None:
             last.register_forward_pre_hook(self._keep_features)
@@ -42,7 +43,8 @@ class Architecture:
         return linear[-1] if linear else None
 
     def _keep_features(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._features = inputs[0]
+        if self._listening:
+            self._features = inputs[0]
 
     def views(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of `theta` `[…, P]`, in the order of `names`."""
@@ -58,7 +60,11 @@ class Architecture:
         """Logits, and the features that enter the last linear layer (the logits themselves where there is none)."""
         inputs = (self.prepare(x),) if descriptors is None else (self.prepare(x), descriptors)
         values = dict(zip(self.names, parameters, strict=True)) | buffers
-        logits: Tensor = functional_call(self.module, values, inputs)
+        self._listening = True
+        try:
+            logits: Tensor = functional_call(self.module, values, inputs)
+        finally:
+            self._listening = False
         features, self._features = self._features, None
         return logits, logits if features is None else features
 

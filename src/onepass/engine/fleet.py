@@ -158,7 +158,7 @@ class Fleet:
         self.buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
-        self.gradients = Gradients(self.architecture, self._mode, self.runs, self._threads)
+        self.gradients = Gradients(self.architecture, self._mode, self.runs, self._threads if self.device.type == "cpu" else None)
         self._parameter = nn.Parameter(self.theta[0], requires_grad=False)
         self._optimizer = self._make_optimizer([self._parameter]) if self._make_optimizer else None
 

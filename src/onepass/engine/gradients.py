@@ -187,7 +187,8 @@ class Gradients:
         return value
 
     def _program(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
-        key = (stacked, row.loss, len(arguments), arguments[-1].shape, arguments[len(self.architecture.names) + len(row.buffers)].shape)
+        inputs = arguments[len(self.architecture.names) + len(row.buffers) :]
+        key = (stacked, row.loss, row.extra, *((tensor.shape, tensor.dtype) for tensor in inputs))
         if key not in self._programs:
             self._programs[key] = self._build(row, arguments, outputs, stacked)
         return self._programs[key]

@@ -277,4 +277,6 @@ def _executor(workers: int) -> Iterator[_Executor]:
 
 def default_workers(device: str) -> int:
     """One process a core on a CPU, one in all on a GPU."""
-    return 1 if device == "cuda" else len(os.sched_getaffinity(0))
+    if device == "cuda":
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
