@@ -74,3 +74,10 @@ def test_rows_of_unequal_population_stay_inside_their_own() -> None:
     drawn = Source([1, 2], Purpose.REFERENCE).sample(0, [50, 5000], 10)
     assert drawn[0].max() < 50
     assert drawn[1].max() >= 50
+
+
+def test_a_row_is_drawn_as_if_alone_whatever_the_populations_of_its_neighbours() -> None:
+    step, populations = torch.tensor([3, 4, 5, 6]), [5000, 30, 12, 400]
+    together = Source([1, 2, 3, 4], Purpose.REFERENCE).sample(step, populations, 10)
+    for r, population in enumerate(populations):
+        assert torch.equal(together[r], Source([r + 1], Purpose.REFERENCE).sample(int(step[r]), [population], 10)[0])

@@ -178,6 +178,11 @@ def test_reference_batches_may_be_drawn_with_replacement_when_asked_for() -> Non
     drawn = memory.draw(50)
     assert drawn is not None
     assert drawn.x.shape[1] == 50
+    assert all(set(row) == set(numbers(memory, r)) for r, row in enumerate(drawn.x[..., 0].tolist()))
+    memory.fleet.step += 1
+    again = memory.draw(50)
+    assert again is not None
+    assert not torch.equal(drawn.x, again.x)
 
 
 def test_while_the_memory_is_smaller_than_the_batch_all_of_it_is_the_batch() -> None:
@@ -201,6 +206,31 @@ def test_rows_with_less_in_memory_have_smaller_batches_of_their_own() -> None:
         assert drawn is not None
         assert drawn.sizes == sizes
         assert sorted(drawn.x[2, :3, 0].tolist()) == [0, 1, 2]
+    assert remembered(memory)[2].tolist() == [[0] * 9, [-1] * 9, [0] * 3 + [-1] * 6]
+
+
+def test_two_tasks_with_the_same_examples_are_sampled_differently() -> None:
+    memory = EpisodicMemory(fleet_of(), 4, 10, policy="reservoir")
+    for task in range(2):
+        memory.begin_task(task)
+        fill(memory, stream(200), 50)
+        memory.end_task()
+    x = remembered(memory)[0][0, :, 0]
+    assert set(x[:10].tolist()) != set(x[10:].tolist())
+
+
+def test_between_two_tasks_the_memory_counts_no_example_twice() -> None:
+    memory = EpisodicMemory(fleet_of(), 4, 6, include_current=True)
+    fill(memory, stream(30), 10)
+    memory.end_task()
+    drawn = memory.draw(12)
+    assert drawn is not None
+    assert all(set(row) == set(numbers(memory, r)) for r, row in enumerate(drawn.x[..., 0].tolist()))
+
+
+def test_a_memory_that_shows_the_current_task_has_room_for_every_class() -> None:
+    with pytest.raises(InputError, match="class"):
+        EpisodicMemory(fleet_of(), 4, 1, include_current=True)
 
 
 def test_an_inactive_run_stores_nothing() -> None:

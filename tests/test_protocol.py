@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from onepass import protocol
+from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
-from onepass.learners import METHODS
+from onepass.learners import METHODS, agem
+from onepass.learners.base import Learner
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, assemble, grid_points, select, train
 from toys import ToyStream
@@ -39,6 +42,10 @@ def test_a_grid_point_of_which_a_run_diverged_has_lost() -> None:
 def test_selection_looks_at_the_last_row_of_accuracies_alone() -> None:
     early = replace(BLANK, hyperparameters={"learning_rate": 1.0}, accuracy=np.array([[1.0, 1.0], [0.4, 0.4]]))
     assert select([early, *tried(0.1, 0.5)]) == {"learning_rate": 0.1}
+
+
+def test_a_grid_point_without_a_result_has_lost() -> None:
+    assert select([*tried(0.3, float("nan")), *tried(0.1, 0.2)]) == {"learning_rate": 0.1}
 
 
 def test_a_grid_is_all_combinations() -> None:
@@ -123,6 +130,78 @@ def test_rows_of_unequal_length_are_recorded_as_if_alone() -> None:
         assert alone.violations is not None
         assert record.violations is not None
         assert np.abs(np.array(alone.violations) - np.array(record.violations)).max() <= 1
+
+
+def test_the_record_adds_up() -> None:
+    """Violations are counted a task, accuracy on memories a task, and the learning curve has all of its ten batches."""
+    stream, rows = ToyStream(examples=120), [Run(seed, {"learning_rate": 0.5}) for seed in (0, 1)]
+    stream.pool = replace(stream.pool, training=240)
+    setup = replace(SETUP, batch_size=4)
+    records = train(stream, "ev", METHODS["a-gem"], rows, setup)
+    feed, fleet, learner = assemble(stream, "ev", METHODS["a-gem"], rows, setup)
+    totals = []
+    for k in range(4):
+        learner.begin_task(k)
+        for number, batch in enumerate(feed.batches(k), start=1):
+            fleet.learn(learner, batch)
+            if number == 10:
+                tenth = protocol.accuracy(fleet, learner, feed.test(k))
+        assert number > 10
+        learner.end_task()
+        assert learner.violations is not None
+        totals.append(learner.violations.tolist())
+        assert learner.memory is not None
+        contents = learner.memory.contents()
+        assert contents is not None
+        batch, owner = contents
+        right = fleet.competition.correct(fleet.forward(batch).logits, batch.slots)
+        for r, record in enumerate(records):
+            assert record.curve[k, 10] == tenth[r]
+            assert record.memory_accuracy is not None
+            assert record.memory_accuracy[k, : k + 1].tolist() == [float(right[r][owner[r] == j].double().mean()) for j in range(k + 1)]
+    for r, record in enumerate(records):
+        assert record.violations is not None
+        assert np.cumsum(record.violations).tolist() == [t[r] for t in totals]
+        assert sum(v > 0 for v in record.violations) > 1
+
+
+def test_padding_is_never_scored() -> None:
+    _, fleet, learner = assemble(ToyStream(), "ev", METHODS["van"], [Run(s, {"learning_rate": 0.2}) for s in (0, 1)], SETUP)
+    batch = assemble(ToyStream(), "ev", METHODS["van"], [Run(s, {"learning_rate": 0.2}) for s in (0, 1)], SETUP)[0].test(0)
+    right = fleet.competition.correct(fleet.forward(batch).logits, batch.slots)
+    found = protocol.accuracy(fleet, learner, replace(batch, sizes=(20, 7)))
+    assert found.tolist() == [float(right[0].double().mean()), float(right[1, :7].double().mean())]
+
+
+def test_seconds_are_a_runs_share_of_training_and_leave_evaluation_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("onepass.protocol.time.perf_counter", lambda: now[0])
+    step, score = Fleet.learn, Learner.scores
+
+    def learn(self: Fleet, learner: Any, batch: Any) -> None:
+        now[0] += 1
+        step(self, learner, batch)
+
+    def scores(self: Learner, batch: Any) -> Any:
+        now[0] += 1000
+        return score(self, batch)
+
+    monkeypatch.setattr(Fleet, "learn", learn)
+    monkeypatch.setattr(Learner, "scores", scores)
+    records = train(ToyStream(), "ev", METHODS["van"], [Run(s, {"learning_rate": 0.2}) for s in (0, 1)], SETUP)
+    assert [r.seconds for r in records] == [4 * 5 / 2, 4 * 5 / 2]
+
+
+def test_rows_have_their_own_hyperparameters_and_a_method_its_options() -> None:
+    rows = [Run(0, {"learning_rate": 0.1, "strength": 0.5}), Run(1, {"learning_rate": 0.2, "strength": 100.0})]
+    _, fleet, learner = assemble(ToyStream(), "ev", METHODS["ewc"], rows, SETUP)
+    assert learner.columns["strength"].tolist() == [[0.5], [100.0]]
+    assert torch.equal(fleet.learning_rate, torch.tensor([[0.1], [0.2]]))
+    setup = replace(SETUP, memory="ring", memory_includes_current_task=True, memory_with_replacement=True)
+    _, _, learner = assemble(ToyStream(), "ev", METHODS["a-gem"], rows, setup, agem.Options(reference_batch=7))
+    assert learner.memory is not None
+    assert (learner.memory.policy, learner.memory.include_current, learner.memory.with_replacement) == ("ring", True, True)
+    assert learner.reference_batch == 7  # type: ignore[attr-defined]
 
 
 def test_state_bytes_count_parameters_importances_and_memory() -> None:

@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     SUBSET = 6  # which examples of a data set a task uses
     INITIAL = 7  # initial parameters
     LAYERS = 8  # random layers of the model itself, such as dropout
+    SPLIT = 9  # training and test examples of a data set that comes without that division
 
 
 def _signed(value: int) -> int:
@@ -68,6 +69,11 @@ class Source:
         """What starts the sequence of a step, `[R]`, for steps `[R]` or one step for all."""
         return _mix(self.base + (step * _GOLDEN if isinstance(step, Tensor) else _signed(step * _GOLDEN % (1 << 64))))
 
+    def _only(self, rows: Tensor) -> Source:
+        some = object.__new__(Source)
+        some.base = self.base[rows]
+        return some
+
     def bits(self, step: Tensor | int, count: int) -> Tensor:
         """`count` uniform 64-bit integers a row, `[R, count]`."""
         return _mix(self.key(step)[:, None] + _counter(count, self.base.device))
@@ -91,9 +97,14 @@ class Source:
         Costs O(count log count) whatever the population: a small population is permuted, a large one is drawn from with replacement until
         `count` different values have come up, which is the same distribution. Every population must hold at least `count`.
         """
-        smallest = min(population)
-        if smallest <= 4 * count:
+        small = [n <= 4 * count for n in population]
+        if all(small):
             return self.permutation(step, population)[:, :count]
+        if any(small):  # each row by its own way, so that no row depends on its neighbours
+            parts = [torch.tensor([r for r, s in enumerate(small) if s == way], device=self.base.device) for way in (True, False)]
+            drawn = [self._only(rows).sample(_only(step, rows), [population[r] for r in rows.tolist()], count) for rows in parts]
+            return torch.cat(drawn)[torch.cat(parts).argsort()]
+        smallest = min(population)
         # Distinct values among n draws from M > 4 count: n = −M ln(1 − count/M) draws give `count` on average, with a variance below
         # n²/2M. Ten standard deviations more make a shortage impossible in practice (probability below 1e-20).
         expected = -smallest * math.log1p(-count / smallest)
@@ -109,6 +120,10 @@ class Source:
         rank = first.cumsum(1) - 1
         place = torch.where(first, rank, count).clamp(max=count)  # repetitions and what is too much go to a place behind the end
         return values.new_zeros(len(values), count + 1).scatter_(1, place, values)[:, :count]
+
+
+def _only(step: Tensor | int, rows: Tensor) -> Tensor | int:
+    return step[rows] if isinstance(step, Tensor) else step
 
 
 def uniform_at(key: Tensor, index: Tensor) -> Tensor:

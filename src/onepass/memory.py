@@ -43,6 +43,9 @@ class EpisodicMemory:
             raise InputError(f"an episodic memory needs room for at least one example a task and one task, got {budget} and {tasks}")
         if policy not in get_args(Policy):
             raise unknown("memory policy", policy, get_args(Policy))
+        most = max(len(row) for row in fleet.slots.table)
+        if include_current and policy != "reservoir" and budget < most:
+            raise InputError(f"a memory that shows the current task needs room for one example a class: at least {most} a task, got {budget}")
         self.fleet = fleet
         self.tasks, self.budget = tasks, budget
         self.policy, self.include_current, self.with_replacement = policy, include_current, with_replacement
@@ -111,6 +114,7 @@ class EpisodicMemory:
     def end_task(self) -> None:
         """Make the task visible. Asks the device how much there is, so that reference batches have a known size."""
         self._start += self._filled
+        self._filled = torch.zeros_like(self._start)
         self.sizes = [int(n) for n in self._start[:, 0].tolist()]
 
     def draw(self, count: int) -> Batch | None:

@@ -71,7 +71,7 @@ def select(records: Sequence[Record]) -> dict[str, float]:
     """
     scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
     for record in records:
-        score = -np.inf if record.diverged else average_accuracy(record.accuracy)
+        score = -np.inf if record.diverged else np.nan_to_num(average_accuracy(record.accuracy), nan=-np.inf)
         scores.setdefault(tuple(record.hyperparameters.items()), []).append(score)
     means = {point: float(np.mean(values)) for point, values in scores.items()}
     best = max(means, key=lambda point: means[point])

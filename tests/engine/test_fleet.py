@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,14 @@ def test_dropout_is_drawn_from_the_runs_seed_and_step() -> None:
     assert torch.allclose(alone.grad(Batch(batch.x[1:], batch.slots[1:]))[0][0], first[1], atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_even_the_lightest_dropout_is_noticed(mode: Mode) -> None:
+    fleet, batch, state = fleet_of(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(1e-4)), mode=mode), batch_of(), torch.get_rng_state()
+    assert torch.equal(fleet.grad(batch)[0], fleet.grad(batch)[0])
+    assert fleet.gradients._random
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def test_two_passes_of_one_step_have_different_dropout() -> None:
     fleet, found = fleet_of(Dropped), []
 
@@ -202,6 +211,117 @@ def test_inside_a_step_two_gradients_do_not_share_memory() -> None:
     for _ in range(2):
         fleet.learn(Follow(direction), batch_of())
         assert seen["ok"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_is_in_evaluation_mode_and_gradients_are_in_training_mode(mode: Mode) -> None:
+    fleet, batch = fleet_of(Normed, mode=mode), batch_of()
+    fleet.grad(batch)
+    before = {name: b.clone() for name, b in fleet.buffers.items()}
+    logits = fleet.forward(batch).logits
+    assert all(torch.equal(b, before[name]) for name, b in fleet.buffers.items())
+    alone = Normed().eval()
+    values = dict(zip(fleet.architecture.names, (v[1] for v in fleet.architecture.views(fleet.theta)), strict=True))
+    alone.load_state_dict(values | {name: b[1] for name, b in fleet.buffers.items()})
+    assert torch.allclose(alone(batch.x[1]), logits[1], atol=1e-5)
+    other = batch_of(size=5, seed=4)
+    assert torch.allclose(fleet.grad(other)[0][1], by_hand(fleet, other, 1)[0], atol=1e-5)
+
+
+def test_two_losses_of_one_shape_are_two_programs() -> None:
+    fleet, batch = fleet_of(), batch_of()
+
+    def square(logits: Tensor, slots: Tensor, extra: object) -> Tensor:
+        return logits.square().mean()
+
+    def cube(logits: Tensor, slots: Tensor, extra: object) -> Tensor:
+        return logits.pow(3).mean()
+
+    assert not torch.allclose(fleet.grad(batch, loss=square)[1], fleet.grad(batch, loss=cube)[1])
+
+
+def test_extras_are_known_by_name_not_by_order() -> None:
+    fleet, batch, a, b = fleet_of(), batch_of(), torch.ones(3, 7), torch.zeros(3, 7)
+
+    def weighted(logits: Tensor, slots: Tensor, extra: Any) -> Tensor:
+        return (extra["a"] * logits[:, 0]).mean() + 0 * extra["b"].sum()
+
+    first = fleet.grad(Batch(batch.x, batch.slots, extra={"a": a, "b": b}), loss=weighted)[1]
+    assert torch.equal(first, fleet.grad(Batch(batch.x, batch.slots, extra={"b": b, "a": a}), loss=weighted)[1])
+
+
+def test_a_wrong_program_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(function: object, arguments: list[Tensor], outputs: list[Tensor]) -> Callable[..., Tensor]:
+        def program(*tensors: Tensor) -> Tensor:
+            for out in tensors[-len(outputs) :]:
+                out.fill_(0.5)
+            return torch.zeros(())
+
+        return program
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", wrong)
+    fleet, batch = fleet_of(mode="looped"), batch_of()
+    assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
+    assert "off by" in caplog.text
+
+
+def test_a_run_that_diverges_in_a_step_does_not_take_it() -> None:
+    fleet, batch = fleet_of(), batch_of()
+    fleet.theta[1] *= 1e8
+    before = fleet.theta.clone()
+    fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch)
+    assert torch.equal(fleet.theta[1], before[1])
+    assert fleet.step.tolist() == [1, 0, 1]
+
+
+def test_a_large_loss_of_ones_own_is_not_divergence_and_neither_is_a_bad_theta_one_only_looks_at() -> None:
+    fleet, batch = fleet_of(), batch_of()
+
+    def large(logits: Tensor, slots: Tensor, extra: object) -> Tensor:
+        return 1e6 + logits.square().mean()
+
+    fleet.grad(batch, loss=large)
+    fleet.grad(batch, theta=fleet.theta * torch.nan)
+    assert fleet.diverged() == [False, False, False]
+
+
+def test_an_optimizer_leaves_frozen_parameters_and_idle_runs_alone() -> None:
+    module = small_net()
+    module[0].requires_grad_(False)  # type: ignore[index]
+    fleet = Fleet.around(module, Slots.separate(4, 2), 0.1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
+    before = fleet.theta.clone()
+    fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch_of(1, sizes=(0,)))
+    assert torch.equal(fleet.theta, before)
+    fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch_of(1))
+    start = fleet.trainable.start
+    assert torch.equal(fleet.theta[:, :start], before[:, :start])
+    assert (fleet.theta[:, start:] != before[:, start:]).any()
+
+
+def test_buffers_of_a_users_module_are_the_fleets_and_stay_so_when_it_grows() -> None:
+    module = Normed()
+    fleet = Fleet.around(module, Slots.separate(4, 2), 0.1)
+    learner = Follow(lambda b: fleet.grad(b)[0])
+    for step in range(3):
+        fleet.learn(learner, batch_of(1, seed=step))
+    assert module.norm.num_batches_tracked == 3
+    batch = batch_of(1, seed=9)
+    module.eval()
+    assert torch.allclose(module(batch.x[0]), fleet.forward(batch).logits[0], atol=1e-6)
+    grown = Normed()
+    fleet.rebuild(lambda: grown)
+    assert torch.equal(grown.norm.running_var, module.norm.running_var)
+    fleet.learn(learner, batch)
+    assert grown.norm.num_batches_tracked == 4
+    grown.eval()
+    assert torch.allclose(grown(batch.x[0]), fleet.forward(batch).logits[0], atol=1e-6)
+
+
+def test_what_is_new_after_a_change_is_initialised_anew() -> None:
+    fleet = fleet_of(lambda: nn.Linear(FEATURES, 8))
+    first = fleet.theta.clone()
+    fleet.rebuild(lambda: nn.Sequential(nn.Linear(FEATURES, 8)))  # another name, so nothing is kept
+    assert not torch.equal(fleet.theta, first)
 
 
 # ---- the two throw-away learners that prove the contract

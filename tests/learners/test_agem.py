@@ -12,7 +12,7 @@ from onepass.learners.agem import AGem, Options, project
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.batch import Batch
-from toys import ToyStream, batch_of, fleet_of
+from toys import Normed, ToyStream, batch_of, fleet_of
 
 numbers = st.floats(-1e3, 1e3, width=32).map(lambda v: v if abs(v) > 1e-6 else 0.0)
 vectors = st.integers(2, 12).flatmap(
@@ -186,6 +186,23 @@ def test_projection_never_increases_memory_loss() -> None:
         raised_by_sgd += int((fleet.grad(reference)[1] > before + 1e-6).sum())
         assert (after <= before + 2e-6).all()
     assert raised_by_sgd > 10
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(moves: bool) -> None:
+    learner, batch = learner_after_a_task(build=Normed)
+    learner.moves = moves
+    before = learner.fleet.buffers["norm.num_batches_tracked"].clone()
+    learner.fleet.learn(learner, batch)
+    assert torch.equal(learner.fleet.buffers["norm.num_batches_tracked"] - before, torch.full((3,), 2 if moves else 1))
+
+
+def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it() -> None:
+    learner, batch = learner_after_a_task()
+    learner.fleet.theta.mul_(1e6)
+    learner.fleet.learn(learner, batch)
+    assert learner.fleet.diverged() == [True, True, True]
+    assert learner.violations.tolist() == [0, 0, 0]
 
 
 def test_with_an_empty_memory_a_step_is_plain_sgd() -> None:

@@ -113,7 +113,7 @@ def test_consolidation_leaves_the_model_unchanged() -> None:
 
 def test_a_run_whose_task_ends_early_averages_over_its_own_steps() -> None:
     learner, alone = ewc(fleet_of(), fisher_every=4), ewc(fleet_of(), fisher_every=4)
-    for step in range(7):
+    for step in range(9):
         learner.fleet.learn(learner, batch_of(seed=step, sizes=(7, 7 if step < 6 else 0, 7)))
         if step < 6:
             alone.fleet.learn(alone, batch_of(seed=step))

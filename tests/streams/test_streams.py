@@ -96,7 +96,8 @@ def test_every_training_example_is_shown_exactly_once(stream: Stream, joined: bo
             assert not torch.equal(shown, expected)
 
 
-def test_only_the_last_batch_of_a_run_is_short() -> None:
+def test_only_the_last_batch_of_a_run_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onepass.streams.feed.CHUNK", 2)
     feed = Feed(ToyStream(ragged=True), "ev", [0, 1, 2], 10)
     for phase in range(feed.phases):
         lengths, sizes = feed.lengths(phase), [b.sizes or (10, 10, 10) for b in feed.batches(phase)]
@@ -128,16 +129,31 @@ def test_test_batches_apply_the_tasks_permutation_and_slots() -> None:
     assert torch.equal(batch.slots[0], stream.pool.classes[task.test])
 
 
-def test_joined_examples_keep_the_slots_and_permutations_of_their_own_task() -> None:
+def test_joined_examples_keep_the_slots_of_their_own_task(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = make("split-digits")
     feed = Feed(stream, "ev", [0], 50, joined=True)
     assert feed.slots.union
     tasks = stream.tasks("ev", 0)
     of_slot = {int(s): c for t in tasks for c, s in enumerate(t.slot_of_class.tolist()) if s >= 0}
     known = {c: {tuple(x.tolist()) for x in stream.pool.x[stream.pool.classes == c]} for c in of_slot.values()}
-    batch = next(feed.batches(0))
-    assert all(tuple(x.tolist()) in known[of_slot[int(s)]] for x, s in zip(batch.x[0], batch.slots[0], strict=True))
-    assert len({int(s) // 2 for s in batch.slots[0]}) > 5
+    monkeypatch.setattr("onepass.streams.feed.CHUNK", 2)
+    for batch in feed.batches(0):
+        assert all(tuple(x.tolist()) in known[of_slot[int(s)]] for x, s in zip(batch.x[0], batch.slots[0], strict=True))
+        assert len({int(s) // 2 for s in batch.slots[0]}) > 3
+
+
+def test_joined_examples_are_permuted_by_their_own_task() -> None:
+    stream = digits.PermutedDigits(digits.Options(train_examples=20))
+    feed = Feed(stream, "cv", [0], 10, joined=True)
+    tasks = stream.tasks("cv", 0)
+    expected = sorted(tuple(stream.pool.x[i][t.permutation].tolist()) for t in tasks for i in t.train.tolist())
+    assert sorted(tuple(x.tolist()) for b in feed.batches(0) for x in b.x[0]) == expected
+
+
+def test_test_batches_know_the_true_sizes_of_unequal_rows() -> None:
+    stream = make("split-digits")
+    batch = Feed(stream, "ev", [0, 1, 2], 10).test(0)
+    assert batch.sizes == tuple(len(stream.tasks("ev", seed)[0].test) for seed in range(3))
 
 
 @pytest.mark.parametrize(("train", "test"), [(0, None), (1438, None), (None, 361), (-3, None)])

@@ -16,7 +16,8 @@ class Architecture:
     """The shape of a fleet's network: where each parameter lives in a row of theta, and how a row is called.
 
     Frozen parameters (`requires_grad=False`) come first, so that the trainable ones are one slice at the end of the row. Tied weights have
-    one place. `prepare` turns stored inputs into what the module expects (bytes into floats, say).
+    one place. Buffers are updated in place, as torch's own layers do (one that is assigned anew in `forward` is lost). `prepare` turns
+    stored inputs into what the module expects (bytes into floats, say).
     """
 
     def __init__(self, module: nn.Module, prepare: Prepare, head: str | None = None) -> None:
@@ -68,8 +69,10 @@ class Architecture:
         features, self._features = self._features, None
         return logits, logits if features is None else features
 
-    def bind(self, row: Tensor) -> None:
-        """Make the module's own parameters views of `row`, so that the user's module *is* the run."""
+    def bind(self, row: Tensor, buffers: dict[str, Tensor]) -> None:
+        """Make the module's own parameters and buffers views of a run's, so that the user's module *is* the run."""
         values = dict(self.module.named_parameters())
         for name, view in zip(self.names, self.views(row), strict=True):
             values[name].data = view
+        for name, buffer in self.module.named_buffers():
+            buffer.data = buffers[name][0]

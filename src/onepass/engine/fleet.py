@@ -93,7 +93,7 @@ class Fleet:
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
         self._prepare, self._mode, self._head, self._make_optimizer, self._threads = prepare, gradients, head, optimizer, threads
-        self._generation = 0
+        self._generation, self._bound = 0, False
         self._assemble([self._build(build, seed) for seed in seeds])
 
     @classmethod
@@ -108,10 +108,11 @@ class Fleet:
         gradients: Mode = "auto",
         optimizer: MakeOptimizer | None = None,
     ) -> Fleet:
-        """A fleet of one run around the user's own module, whose parameters become views of `theta[0]`."""
+        """A fleet of one run around the user's own module, whose parameters and buffers become views of the fleet's."""
         device = next(module.parameters()).device
         fleet = cls(lambda: module, [seed], slots, [learning_rate], device=device, prepare=prepare, gradients=gradients, optimizer=optimizer)
-        fleet.architecture.bind(fleet.theta[0])
+        fleet._bound = True
+        fleet.architecture.bind(fleet.theta[0], fleet.buffers)
         return fleet
 
     # ---- parameters
@@ -144,11 +145,13 @@ class Fleet:
 
         carry(theta, self.theta)
         _fill(buffers, self.buffers)
+        if self._bound:
+            after.bind(self.theta[0], self.buffers)
         return carry
 
     def _build(self, build: Build, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(Source([seed], Purpose.INITIAL).bits(self._generation, 1)))
+            torch.default_generator.manual_seed(int(Source([seed], Purpose.INITIAL).bits(self._generation, 1)))
             return build()
 
     def _assemble(self, modules: list[nn.Module]) -> None:
@@ -159,7 +162,7 @@ class Fleet:
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
         self.gradients = Gradients(self.architecture, self._mode, self.runs, self._threads if self.device.type == "cpu" else None)
-        self._parameter = nn.Parameter(self.theta[0], requires_grad=False)
+        self._parameter = nn.Parameter(self._learning[0], requires_grad=False)
         self._optimizer = self._make_optimizer([self._parameter]) if self._make_optimizer else None
 
     # ---- what learners call
@@ -167,9 +170,10 @@ class Fleet:
     def grad(self, batch: Batch, *, loss: Loss | None = None, theta: Tensor | None = None, update_buffers: bool = True) -> tuple[Tensor, Tensor]:
         """Gradients `[R, P]` and losses `[R]` of every run on its own batch, by default of the cross-entropy over the competing slots.
 
-        Inside a step the gradient is a workspace that the next step writes over: a learner that keeps one keeps a copy of it.
-        Columns of frozen parameters are zero, and so are rows whose batch is empty. `update_buffers` says whether this pass moves
-        batch-norm statistics.
+        Inside a step the gradient is a workspace that the next step writes over: a learner that keeps one keeps a copy of it. Columns of
+        frozen parameters are zero, and so are rows whose batch is empty. `update_buffers` says whether this pass moves batch-norm
+        statistics. `loss(logits, slots, extra)` must be the same function in every step and depend on its arguments alone, since it is
+        traced once; what changes from step to step goes into the batch's `extra`.
         """
         if not self.architecture.module.training:
             self.architecture.module.train()
@@ -221,7 +225,7 @@ class Fleet:
     def _apply(self, direction: Tensor) -> None:
         if self._optimizer is not None:
             before = self.theta.clone()
-            self._parameter.grad = direction[0]
+            self._parameter.grad = direction[0, self.trainable]
             self._optimizer.step()
             torch.where(self.active, self.theta, before, out=self.theta)
             return

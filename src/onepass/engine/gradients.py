@@ -19,7 +19,7 @@ from torch.func import grad_and_value, vmap
 
 from onepass.draws import Purpose, Source
 from onepass.engine.architecture import Architecture
-from onepass.engine.program import Program, trace
+from onepass.engine.program import DrawsRandomNumbersError, Program, trace
 from onepass.streams.batch import Batch
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Gradients:
         # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
         self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
         self._programs: dict[Hashable, Program | None] = {}
-        self._random: bool | None = None  # do the model's own layers draw random numbers?
+        self._random: bool | None = None  # do the model's own layers draw random numbers? None: nobody knows
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
         self._in_use: int | None = None
@@ -159,8 +159,6 @@ class Gradients:
     def _all(self, row: _Row, at: Point, given: list[Tensor], g: _Views) -> Tensor:
         """Fill `g` and return the losses where all rows have batches of one size."""
         theta = self._parameters.of(at.theta)
-        if self._random is None:
-            self._random = self._draws_random_numbers(row, [a[0] for a in (*theta.stack, *given)])
         frozen = self.architecture.frozen
         if self.stacked and not self._random:
             program = self._program(row, [*theta.stack, *given], g.stack[frozen:], stacked=True)
@@ -178,7 +176,7 @@ class Gradients:
 
     def _by_autograd(self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""
-        with torch.random.fork_rng(enabled=self._random is not False):
+        with torch.random.fork_rng(devices=[g.device for g in places[:1] if g.is_cuda], enabled=self._random is not False):
             if self._random is not False:
                 torch.manual_seed(int(Source(at.seeds[r : r + 1], Purpose.LAYERS).bits(at.step[r : r + 1], self._passes)[0, -1]))
             gradients, value = row.autograd(arguments)
@@ -196,13 +194,19 @@ class Gradients:
     def _build(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
         way = "stacked" if stacked else "traced"
         try:
-            program = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
+            with torch.random.fork_rng():  # tracing runs the model once
+                program = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
             result = [torch.empty_like(o) for o in outputs]
             changed = row.safe(arguments)
             program(*changed, *result)
             samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True))[:2] if stacked else [(arguments, changed, result)]
             for original, after, found in samples:
                 self._check(row, original, after, found)
+            self._random = False
+        except DrawsRandomNumbersError as reason:
+            self._random = True
+            log.warning("gradients are computed by plain autograd, run by run: %s", reason)
+            return None
         except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
             log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, _first_line(reason))
             return None
@@ -218,18 +222,6 @@ class Gradients:
             error = (expected.double() - value.double()).norm()
             if scale.isfinite() and error > 1e-3 * scale + 1e-12:
                 raise ArithmeticError(f"its gradient is off by {float(error / scale):.2g} of its length")
-
-    def _draws_random_numbers(self, row: _Row, arguments: list[Tensor]) -> bool:
-        found = []
-        with torch.random.fork_rng():
-            for seed in (1, 2):
-                torch.manual_seed(seed)
-                found.append(row.autograd(row.safe(arguments)))
-        same = all(torch.equal(a, b) for a, b in zip([*found[0][0], found[0][1]], [*found[1][0], found[1][1]], strict=True))
-        finite = bool(found[0][1].isfinite())
-        if finite and not same:
-            log.warning("gradients are computed by plain autograd, run by run: the model draws random numbers (dropout?)")
-        return finite and not same
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

@@ -21,6 +21,10 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default, 
 Program = Callable[..., Tensor]
 
 
+class DrawsRandomNumbersError(Exception):
+    """The model's own layers draw random numbers: a replay would not take them from the run's seed."""
+
+
 def trace(function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[Tensor], outputs: list[Tensor]) -> Program:
     """Trace `function(*arguments) -> (gradients, loss)`; the result is called as `program(*arguments, *outputs) -> loss`.
 
@@ -29,6 +33,8 @@ def trace(function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[
     """
     module = make_fx(function)(*arguments)
     graph = module.graph
+    if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
+        raise DrawsRandomNumbersError("the model draws random numbers (dropout?)")
     _drop_empty_reshapes(graph)
     result = next(node for node in graph.nodes if node.op == "output")
     gradients, loss = result.args[0]
@@ -72,7 +78,7 @@ def _writes(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     schema: Any = getattr(node.target, "_schema", None)
-    return schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return schema is None or schema.is_mutable
 
 
 def _drop_empty_reshapes(graph: fx.Graph) -> None:

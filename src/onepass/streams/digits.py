@@ -20,7 +20,7 @@ def _images() -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    order = Source([0], Purpose.SUBSET).permutation(0, [len(digits.images)])[0]
+    order = Source([0], Purpose.SPLIT).permutation(0, [len(digits.images)])[0]
     return torch.from_numpy(digits.images).to(torch.uint8)[order], torch.from_numpy(digits.target).long()[order]
 
 
