@@ -69,10 +69,15 @@ class Source:
         """What starts the sequence of a step, `[R]`, for steps `[R]` or one step for all."""
         return _mix(self.base + (step * _GOLDEN if isinstance(step, Tensor) else _signed(step * _GOLDEN % (1 << 64))))
 
-    def _only(self, rows: Tensor) -> Source:
-        some = object.__new__(Source)
-        some.base = self.base[rows]
-        return some
+    @staticmethod
+    def _of(base: Tensor) -> Source:
+        source = object.__new__(Source)
+        source.base = base
+        return source
+
+    def spread(self, count: int) -> Source:
+        """Every run `count` times in a row, for drawing at several steps at once."""
+        return self._of(self.base.repeat_interleave(count))
 
     def bits(self, step: Tensor | int, count: int) -> Tensor:
         """`count` uniform 64-bit integers a row, `[R, count]`."""
@@ -102,7 +107,7 @@ class Source:
             return self.permutation(step, population)[:, :count]
         if any(small):  # each row by its own way, so that no row depends on its neighbours
             parts = [torch.tensor([r for r, s in enumerate(small) if s == way], device=self.base.device) for way in (True, False)]
-            drawn = [self._only(rows).sample(_only(step, rows), [population[r] for r in rows.tolist()], count) for rows in parts]
+            drawn = [self._of(self.base[rows]).sample(_only(step, rows), [population[r] for r in rows.tolist()], count) for rows in parts]
             return torch.cat(drawn)[torch.cat(parts).argsort()]
         smallest = min(population)
         # Distinct values among n draws from M > 4 count: n = −M ln(1 − count/M) draws give `count` on average, with a variance below

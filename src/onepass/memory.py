@@ -17,6 +17,7 @@ from onepass.errors import InputError, unknown
 from onepass.streams.batch import Batch
 
 Policy = Literal["class-reservoir", "ring", "reservoir"]
+AHEAD = 32  # batches that are stored, and steps whose reference batches are chosen, in one go: the small operations cost more than the work
 
 
 class EpisodicMemory:
@@ -25,8 +26,9 @@ class EpisodicMemory:
     Policies: `class-reservoir` keeps a uniform sample of each class, `ring` the last examples of each class, `reservoir` a uniform sample of
     the task. A task's classes share its budget evenly. `include_current` makes the current task visible while it is learnt.
 
-    What is kept depends on the order of the examples alone, not on how they are cut into batches. A draw is a function of the run's seed
-    and step, so it is repeatable and costs no state.
+    What is kept depends on the order of the examples alone, not on how they are cut into batches, so batches are taken in several at a
+    time (they are held until then and must not be written to). A draw is a function of the run's seed and step, so it is repeatable, costs
+    no state, and can be made for several steps at once.
     """
 
     def __init__(
@@ -56,10 +58,13 @@ class EpisodicMemory:
         self._rows = torch.arange(fleet.runs, device=fleet.device)[:, None]
         self._start = torch.zeros(fleet.runs, 1, dtype=torch.int64, device=fleet.device)  # where the current task begins
         self._reference = Source(fleet.seeds, Purpose.REFERENCE)
+        self._waiting: list[tuple[Batch, Tensor]] = []
+        self._ahead: tuple[int, int, Tensor] | None = None  # from which step of the fleet on, how many a draw, and the choices [R, steps, n]
         self.begin_task(0)
 
     def begin_task(self, task: int) -> None:
         """Start the reservoirs of a task."""
+        self._waiting, self._ahead = [], None
         self.task = task
         classes = self.fleet.slots.table[task] if self.policy != "reservoir" else (0,)
         share, rest = divmod(self.budget, len(classes))
@@ -75,14 +80,27 @@ class EpisodicMemory:
 
     def observe(self, batch: Batch) -> None:
         """Offer a batch of the current task, example by example in effect; no question is asked of the device."""
-        x, trash = batch.x, self.tasks * self.budget
+        real = self.fleet.active.expand(-1, batch.slots.shape[1])
+        if batch.sizes is None:
+            real = real.clone()
+        else:
+            places = torch.arange(batch.slots.shape[1], device=real.device)
+            real = real & (places < torch.tensor(batch.sizes, device=real.device)[:, None])
+        self._waiting.append((batch, real))
+        if self.include_current or len(self._waiting) == AHEAD:
+            self._store()
+
+    def _store(self) -> None:
+        """Take in the batches that wait."""
+        if not self._waiting:
+            return
+        batches, masks = zip(*self._waiting, strict=True)
+        self._waiting = []
+        x, slots, real = torch.cat([b.x for b in batches], 1), torch.cat([b.slots for b in batches], 1), torch.cat(masks, 1)
+        trash, count = self.tasks * self.budget, x.shape[1]
         if self._x is None:
             self._x = x.new_zeros(self.fleet.runs, trash + 1, *x.shape[2:])
-        count = x.shape[1]
-        real = self.fleet.active.expand(-1, count)
-        if batch.sizes is not None:
-            real = real & (torch.arange(count, device=x.device) < torch.tensor(batch.sizes, device=x.device)[:, None])
-        group = self._group[batch.slots]
+        group = self._group[slots]
         mine = (group[..., None] == torch.arange(len(self._quota), device=x.device)) & real[..., None]  # [R, B, reservoirs]
         order = (self._seen[:, None] + mine.cumsum(1)).gather(2, group[..., None])[..., 0] - 1  # the how-manieth of its reservoir, from 0
         quota = self._quota[group]
@@ -106,13 +124,15 @@ class EpisodicMemory:
         last = torch.full_like(self._slots, -1).scatter_reduce(1, target, turn, "amax")
         target = torch.where(last.gather(1, target) == turn, target, trash)
         self._x.flatten(0, 1).index_copy_(0, self._flat(target), x.flatten(0, 1))
-        self._slots.scatter_(1, target, batch.slots)
+        self._slots.scatter_(1, target, slots)
         self._task.scatter_(1, target, self.task)
         self._seen += mine.sum(1)
         self._filled += fresh.sum(1, keepdim=True)
 
     def end_task(self) -> None:
         """Make the task visible. Asks the device how much there is, so that reference batches have a known size."""
+        self._store()
+        self._ahead = None
         self._start += self._filled
         self._filled = torch.zeros_like(self._start)
         self.sizes = [int(n) for n in self._start[:, 0].tolist()]
@@ -131,11 +151,23 @@ class EpisodicMemory:
         if max(self.sizes) <= count:
             return Batch(self._x[:, : max(self.sizes)], self._slots[:, : max(self.sizes)], tuple(self.sizes))
         population = [max(n, count) for n in self.sizes]  # a row with fewer takes its first places below
-        index = self._reference.sample(self.fleet.step, population, count)
+        index = self._choose(population, count)
         if min(self.sizes) < count:
             few = torch.tensor([n < count for n in self.sizes], device=index.device)[:, None]
             index = torch.where(few, torch.arange(count, device=index.device), index)
         return self._take(index, tuple(min(n, count) for n in self.sizes))
+
+    def _choose(self, population: list[int], count: int) -> Tensor:
+        """This step's choice; inside a task the runs that are active all take the same steps, so it can be made ahead of time."""
+        tick = self.fleet.tick
+        if tick is None:
+            return self._reference.sample(self.fleet.step, population, count)
+        if self._ahead is None or not self._ahead[0] <= tick < self._ahead[0] + AHEAD or self._ahead[1] != count:
+            steps = self.fleet.step[:, None] + torch.arange(AHEAD, device=self.fleet.device)
+            each = [n for n in population for _ in range(AHEAD)]
+            chosen = self._reference.spread(AHEAD).sample(steps.flatten(), each, count)
+            self._ahead = tick, count, chosen.view(self.fleet.runs, AHEAD, count)
+        return self._ahead[2][:, tick - self._ahead[0]]
 
     def _draw_with_current(self, count: int) -> Batch:
         # How many examples the current task has stored only the device knows, so the batch has a fixed size: while there are fewer, they
@@ -165,5 +197,6 @@ class EpisodicMemory:
         return Batch(self._x[:, :n], self._slots[:, :n], tuple(self.sizes)), self._task[:, :n].masked_fill(behind, -1)
 
     def state(self) -> dict[str, Tensor]:
+        self._store()
         tensors = {"slots": self._slots, "task": self._task, "start": self._start, "seen": self._seen, "filled": self._filled, "place": self._place}
         return tensors if self._x is None else tensors | {"x": self._x}

@@ -88,6 +88,8 @@ class Fleet:
         self.competition = slots.on(self.device)
         self.learning_rate = torch.tensor(list(learning_rate), device=self.device)[:, None]
         self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)  # active steps of each run so far
+        self.tick: int | None = None  # inside a step: how many there were before it, as the host counts them
+        self._ticks = 0
         self._alive = torch.ones(self.runs, dtype=torch.bool, device=self.device)  # not diverged
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
         self.active = self._active[:, None]
@@ -208,6 +210,7 @@ class Fleet:
         """One step: ask the learner for a direction, apply it, tell the learner what was really done."""
         present = None if batch.sizes is None else torch.tensor([n > 0 for n in batch.sizes], device=self.device)
         self._gate(present)
+        self.tick, self._ticks = self._ticks, self._ticks + 1
         with self.gradients.step():
             direction = learner.direction(batch)
             self._gate(present)  # a run that diverged in this step does not take it
@@ -216,6 +219,7 @@ class Fleet:
             if before is not None:
                 learner.after_step(self.theta - before)
         self.step += self._active
+        self.tick = None
 
     def _gate(self, present: Tensor | None) -> None:
         self._active.copy_(self._alive)
