@@ -53,6 +53,7 @@ def plain_loop(method: str, device: str) -> Callable[[int], None]:
     fisher = [torch.rand_like(p) for p in parameters]
     importance = [torch.rand_like(p) for p in parameters]
     anchor = [p.detach().clone() for p in parameters]
+    order, permutation = torch.randperm(IMAGES, device=device), torch.randperm(784, device=device)
     position = 0
 
     def flat() -> Tensor:
@@ -63,7 +64,8 @@ def plain_loop(method: str, device: str) -> Callable[[int], None]:
         for _ in range(count):
             start = position * BATCH % IMAGES
             position += 1
-            xb, yb = x[start : start + BATCH], y[start : start + BATCH]
+            chosen = order[start : start + BATCH]
+            xb, yb = x[chosen][:, permutation], y[chosen]
             if method == "a-gem":
                 chosen = torch.randperm(len(memory_x), device=device)[:REFERENCE]
                 optimizer.zero_grad()
@@ -98,7 +100,7 @@ def fleet_loop(method: str, runs: int, mode: Mode, device: str) -> Callable[[int
     stream = PermutedStream(pool(), None, None)
     hyperparameters = {"learning_rate": RATE, "strength": STRENGTH}
     rows = [Run(seed, hyperparameters) for seed in range(runs)]
-    feed, fleet, learner = assemble(stream, "ev", METHODS[method], rows, Setup(gradients=mode), device=device, threads=torch.get_num_threads())
+    feed, fleet, learner = assemble(stream, "ev", METHODS[method], rows, Setup(gradients=mode), device=device)
     if learner.memory is not None:
         for task in range(MEMORY_TASKS):
             learner.begin_task(task)
@@ -140,7 +142,7 @@ def serve(pipe: Connection, threads: int, device: str, tuned: bool) -> None:
             if len(loops) > 24:
                 loops.clear()
             kind, *arguments = key
-            loops[key] = (plain_loop if kind == "plain" else fleet_loop)(*arguments, device=device)
+            loops[key] = plain_loop(*arguments, device) if kind == "plain" else fleet_loop(*arguments, device)
             loops[key](3)
         if device == "cuda":
             torch.cuda.synchronize()

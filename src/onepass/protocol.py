@@ -89,7 +89,6 @@ def train(
     options: object | None = None,
     *,
     device: torch.device | str = "cpu",
-    threads: int | None = None,
     evaluate: bool = True,
     progress: Progress | None = None,
 ) -> list[Record]:
@@ -98,7 +97,7 @@ def train(
     Evaluation (before the first batch of each task, after each of the first ten, on all tasks and memories at task ends) changes nothing
     of the training: with `evaluate=False` the parameters end bit-identical.
     """
-    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device, threads=threads)
+    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
     record = _Recorder(fleet, learner, feed, evaluate)
     for phase in range(feed.phases):
         learner.begin_task(phase)
@@ -129,7 +128,6 @@ def assemble(
     options: object | None = None,
     *,
     device: torch.device | str = "cpu",
-    threads: int | None = None,
 ) -> tuple[Feed, Fleet, Learner]:
     """The feed, fleet and learner of some runs, before their first step."""
     seeds = [run.seed for run in runs]
@@ -143,7 +141,6 @@ def assemble(
         device=device,
         prepare=stream.pool.prepare,
         gradients=setup.gradients,
-        threads=threads,
     )
     columns = {name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device) for name in method.learner.hyperparameters}
     memory = None

@@ -59,8 +59,7 @@ class Fleet:
 
     `build` makes the module; it is called once a run under that run's own random seed, so a run's initial parameters depend on its seed
     alone. `active [R, 1]` says which runs take part in the current step; it gates every write. A run has diverged when its loss is not
-    finite or its cross-entropy beyond `LOST`: it is never active again and its neighbours do not notice. `threads` are what torch may use
-    for large batches on a CPU (small ones then get one); by default torch's own setting stays as it is.
+    finite or its cross-entropy beyond `LOST`: it is never active again and its neighbours do not notice.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Fleet:
         gradients: Mode = "auto",
         head: str | None = None,
         optimizer: MakeOptimizer | None = None,
-        threads: int | None = None,
     ) -> None:
         if not seeds or len(learning_rate) != len(seeds):
             raise InputError(f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}")
@@ -90,11 +88,12 @@ class Fleet:
         self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)  # active steps of each run so far
         self.tick: int | None = None  # inside a step: how many there were before it, as the host counts them
         self._ticks = 0
+        self._partial = False  # some runs sat the last step out
         self._alive = torch.ones(self.runs, dtype=torch.bool, device=self.device)  # not diverged
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
-        self._prepare, self._mode, self._head, self._make_optimizer, self._threads = prepare, gradients, head, optimizer, threads
+        self._prepare, self._mode, self._head, self._make_optimizer = prepare, gradients, head, optimizer
         self._generation, self._bound = 0, False
         self._assemble([self._build(build, seed) for seed in seeds])
 
@@ -163,7 +162,7 @@ class Fleet:
         self.buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
-        self.gradients = Gradients(self.architecture, self._mode, self.runs, self._threads if self.device.type == "cpu" else None)
+        self.gradients = Gradients(self.architecture, self._mode, self.runs)
         self._parameter = nn.Parameter(self._learning[0], requires_grad=False)
         self._optimizer = self._make_optimizer([self._parameter]) if self._make_optimizer else None
 
@@ -209,7 +208,9 @@ class Fleet:
     def learn(self, learner: Steps, batch: Batch) -> None:
         """One step: ask the learner for a direction, apply it, tell the learner what was really done."""
         present = None if batch.sizes is None else torch.tensor([n > 0 for n in batch.sizes], device=self.device)
-        self._gate(present)
+        if present is not None or self._partial:
+            self._gate(present)
+        self._partial = present is not None
         self.tick, self._ticks = self._ticks, self._ticks + 1
         with self.gradients.step():
             direction = learner.direction(batch)

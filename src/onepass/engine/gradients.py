@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 Loss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]  # (logits [B, S], slots [B], extra) -> scalar
 Mode = Literal["auto", "looped", "stacked"]
-WORTH_THREADS = 20_000_000  # examples × parameters: below that a second thread costs more than it does
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,8 @@ class _Views:
 class Gradients:
     """Computes `(g [R, P], loss [R])`; one instance lives as long as its architecture does."""
 
-    def __init__(self, architecture: Architecture, mode: Mode, rows: int, threads: int | None = None) -> None:
-        self.architecture, self.threads = architecture, threads
+    def __init__(self, architecture: Architecture, mode: Mode, rows: int) -> None:
+        self.architecture = architecture
         # Stacking saves dispatches, so it wins wherever there are several runs (`python benchmarks/run_step.py` prints both), except that
         # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
         self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
@@ -117,9 +116,6 @@ class Gradients:
         self._passes = 0  # gradients taken in this step: each has its own dropout
 
     def __call__(self, at: Point, batch: Batch, loss: Loss, update_buffers: bool) -> tuple[Tensor, Tensor]:
-        if self.threads is not None:
-            work = batch.slots.numel() * self.architecture.size
-            torch.set_num_threads(self.threads if work > WORTH_THREADS else 1)
         self._passes = 1 if self._in_use is None else self._passes + 1
         row = _Row(self.architecture, loss, tuple(at.buffers), at.descriptors is not None, tuple(batch.extra))
         buffers = at.buffers if update_buffers else {name: b.clone() for name, b in at.buffers.items()}
@@ -172,7 +168,7 @@ class Gradients:
                 values.append(program(*arguments, *places[frozen:]))
             else:
                 values.append(self._by_autograd(row, at, r, arguments, places))
-        return torch.stack(values)
+        return torch.stack(values) if len(values) > 1 else values[0][None]
 
     def _by_autograd(self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""

@@ -161,7 +161,7 @@ class _Study:
         return []
 
 
-def work(job: Job, progress: Callable[[int], None] | None = None, threads: int | None = None) -> list[Record]:
+def work(job: Job, progress: Callable[[int], None] | None = None) -> list[Record]:
     """Train one fleet."""
     return train(
         _cached_stream(job.recipe.stream, job.recipe.make_stream_options(), job.data),
@@ -171,7 +171,6 @@ def work(job: Job, progress: Callable[[int], None] | None = None, threads: int |
         job.recipe.setup(),
         job.recipe.method_options(job.method),
         device=job.device,
-        threads=threads,
         progress=progress,
     )
 
@@ -191,7 +190,7 @@ class _InProcess:
         self._pool = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> Future[list[Record]]:
-        return self._pool.submit(work, job, self._count, torch.get_num_threads())
+        return self._pool.submit(work, job, self._count)
 
     def steps(self) -> int:
         return self._steps
