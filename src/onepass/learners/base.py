@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +19,7 @@ class NoOptions:
     """A method without options."""
 
 
-class Learner:
+class Learner(ABC):
     """Base of all methods. A subclass overrides `direction` and whatever else it needs.
 
     `columns` are the method's hyper-parameters besides the learning rate, `[R, 1]` each. State that saving must copy is returned by
@@ -39,9 +40,9 @@ class Learner:
     def begin_task(self, task: int) -> None:
         """Before the first batch of a task; state that depends on P is sized here."""
 
+    @abstractmethod
     def direction(self, batch: Batch) -> Tensor:
         """What to subtract from theta, times the learning rate: `[R, P]`."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which direction to take")
 
     def after_step(self, delta: Tensor) -> None:
         """After the fleet moved theta by `delta [R, P]`."""
