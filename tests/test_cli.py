@@ -168,7 +168,7 @@ def test_the_table_is_printed(outcome: tuple[dict[str, Any], str]) -> None:
     document, printed = outcome
     (row,) = [line for line in printed.splitlines() if " van " in line]
     assert "lr=0.1" in row
-    assert f"{100 * document['methods']['van']['A_T']['mean']:.1f} ± " in row
+    assert f"{100 * document['methods']['van']['A_T']['mean']:.1f}±" in row
 
 
 def test_the_folder_gets_the_table_and_the_raw_record_of_each_method(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
@@ -283,3 +283,17 @@ def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start
     assert command.interrupt() == 130
     assert command.printed == "interrupted; no method was finished\n"
     command.wait_until(lambda: not command.processes())
+
+
+def test_a_method_whose_whole_grid_diverges_does_not_take_the_others_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.json"
+    small = ["--set", "train_examples=60", "--set", "test_examples=40", "--set", "grids.van.learning_rate=0.1", "--seeds", "1", "--workers", "1"]
+    wild = ["--set", "grids.ewc.learning_rate=0.3", "--set", "grids.ewc.strength=10000"]
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "quickstart", "--methods", "van,ewc", *small, *wild, "--json", str(table)])
+    assert not stop.value.code
+    methods = json.loads(table.read_text())["methods"]
+    assert methods["van"]["A_T"]["mean"] is not None
+    assert methods["ewc"]["A_T"]["mean"] is None
+    assert methods["ewc"]["diverged_in_cross_validation"]
+    assert "diverged" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from onepass.metrics import Metrics, Summary, metrics, summarise
@@ -25,7 +26,8 @@ def document(recipe: Recipe, results: Mapping[str, Result]) -> dict[str, Any]:
     for name, result in results.items():
         methods[name] = {key: asdict(summary) for key, summary in summaries(result).items()} | {
             "hyperparameters": result.hyperparameters,
-            "state_bytes": result.records[0].state_bytes,
+            "state_bytes": result.records[0].state_bytes if result.records else None,
+            "diverged_in_cross_validation": not result.records,
             "diverged": [record.seed for record in result.records if record.diverged],
             "paper": recipe.paper.published.get(name, {}) | {"hyperparameters": recipe.paper.selected.get(name, {})},
         }
@@ -37,14 +39,17 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
 
     `changes` are what was set differently from the recipe: the paper's numbers do not apply to them, and the caption says so.
     """
-    made = Table(title=f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds", title_justify="left")
+    title = f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds"
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     made.add_column("method", no_wrap=True)
-    made.add_column("chosen")
-    for heading in ("A_T %", "F_T", "LCA_10", "worst F", "violations", "train s", "state"):
-        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("chosen", min_width=8)
+    for heading in ("A_T %", "F_T", "LCA_10", "worst F", "violated", "train s", "state"):
+        made.add_column(heading, justify="right", no_wrap=True)  # all of it fits into 80 columns
     for name, result in results.items():
         found = summaries(result)
-        if any(record.diverged for record in result.records):
+        if not result.records:
+            made.add_row(name, "diverged: every grid point, add smaller learning rates")
+        elif any(record.diverged for record in result.records):
             lost = sum(record.diverged for record in result.records)
             made.add_row(name, _chosen(result.hyperparameters), f"diverged ({lost} of {len(result.records)})")
         else:
@@ -52,9 +57,9 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
                 name,
                 _chosen(result.hyperparameters),
                 _spread(found["A_T"], 100, 1),
-                _spread(found["F_T"], 1, 3),
+                _spread(found["F_T"], 1, 2),
                 _spread(found["LCA_10"], 1, 3),
-                _spread(found["worst_forgetting"], 1, 3),
+                _spread(found["worst_forgetting"], 1, 2),
                 _spread(found["violations"], 1, 0, spread=False),
                 _spread(found["seconds"], 1, 1, spread=False),
                 _bytes(result.records[0].state_bytes),
@@ -65,9 +70,9 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
                 "  paper",
                 _chosen(recipe.paper.selected.get(name, {})),
                 _published(published.get("A_T"), 100, 1),
-                _published(published.get("F_T"), 1, 3),
+                _published(published.get("F_T"), 1, 2),
                 _published(published.get("LCA_10_trapezoid"), 1, 3, mark="*"),
-                _published(published.get("worst_forgetting"), 1, 3),
+                _published(published.get("worst_forgetting"), 1, 2),
                 _published(published.get("violations"), 1, 0),
                 style="dim",
             )
@@ -97,8 +102,8 @@ def _published(values: list[float] | None, scale: float, digits: int, mark: str 
 
 
 def _number(values: list[float], scale: float, digits: int) -> str:
-    return " ± ".join(f"{value * scale:.{digits}f}" for value in values)
+    return "±".join(f"{value * scale:.{digits}f}" for value in values)
 
 
 def _bytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e6:.1f}MB"

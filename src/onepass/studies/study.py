@@ -47,7 +47,10 @@ class Job:
 
 @dataclass
 class Result:
-    """What a method ended with: the hyper-parameters chosen on `D^CV` and the records of both parts."""
+    """What a method ended with: the hyper-parameters chosen on `D^CV` and the records of both parts.
+
+    Where every grid point diverged there is nothing to choose and nothing to learn with: both are empty.
+    """
 
     method: str
     hyperparameters: dict[str, float]
@@ -152,7 +155,12 @@ class _Study:
         count = sum(len(d) for d in dealt)
         in_order = [dealt[i % fleets][i // fleets] for i in range(count)]
         if job.part == "cv":
-            chosen = select(in_order)
+            try:
+                chosen = select(in_order)
+            except InputError:  # every grid point diverged: that is this method's result, and the others go on
+                self.results[job.method] = Result(job.method, {}, [], in_order)
+                observer.finished(self.results[job.method])
+                return []
             self.results[job.method] = Result(job.method, chosen, [], in_order)
             observer.chose(job.method, chosen)
             return self._pack(job.method, "ev", [Run(seed, chosen) for seed in range(self.recipe.seeds)])
