@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from onepass.metrics import Metrics, Summary, metrics, summarise
@@ -40,10 +39,10 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
     `changes` are what was set differently from the recipe: the paper's numbers do not apply to them, and the caption says so.
     """
     title = f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds"
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    made = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 1))
     made.add_column("method", no_wrap=True)
     made.add_column("chosen", min_width=8)
-    for heading in ("A_T %", "F_T", "LCA_10", "worst F", "violated", "train s", "state"):
+    for heading in ("A_T %", "F_T", "LCA_10", "worst F", "viol.", "secs", "state"):
         made.add_column(heading, justify="right", no_wrap=True)  # all of it fits into 80 columns
     for name, result in results.items():
         found = summaries(result)
