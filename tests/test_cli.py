@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from onepass.cli import main
 from onepass.learners import METHODS
 from onepass.streams import STREAMS, mnist
 from onepass.studies import recipe
+from onepass.studies.store import Store
 
 TINY = "run quickstart --methods van --seeds 2 --set train_examples=60 --set test_examples=40 --set grids.van.learning_rate=0.1"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -171,12 +173,22 @@ def test_the_table_is_printed(outcome: tuple[dict[str, Any], str]) -> None:
     assert f"{100 * document['methods']['van']['A_T']['mean']:.1f}±" in row
 
 
-def test_the_folder_gets_the_table_and_the_raw_record_of_each_method(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
-    assert {path.name for path in (folder / "out").iterdir()} == {"table.json", "van.json"}
-    assert json.loads((folder / "out" / "table.json").read_text()) == outcome[0]
-    record = json.loads((folder / "out" / "van.json").read_text())
-    assert [run["seed"] for run in record["records"]] == [0, 1]
-    assert [sum(run["accuracy"][-1]) / 17 for run in record["records"]] == pytest.approx(outcome[0]["methods"]["van"]["A_T"]["values"])
+def test_the_folder_keeps_the_study_so_that_its_table_can_be_printed_again(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
+    printed, again, lines = StringIO(), folder / "again.json", folder / "again.csv"
+    with redirect_stdout(printed):
+        assert exit_code("table", str(folder / "out"), "--json", str(again), "--csv", str(lines)) == 0
+    assert json.loads(again.read_text()) == outcome[0]
+    assert printed.getvalue() == outcome[1]
+    rows = list(csv.DictReader(lines.open()))
+    assert [row["seed"] for row in rows] == ["0", "1"]
+    assert [float(row["A_T"]) for row in rows] == outcome[0]["methods"]["van"]["A_T"]["values"]
+
+
+def test_a_finished_study_is_not_done_again(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
+    before = {path: path.read_bytes() for path in (folder / "out" / "arrays").iterdir()}
+    document, _ = tiny_run(folder)
+    assert document == outcome[0], "even the seconds are those of the first time"
+    assert {path: path.read_bytes() for path in (folder / "out" / "arrays").iterdir()} == before
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -225,9 +237,12 @@ class Started:
             assert time.monotonic() < deadline, f"waited in vain; printed so far: {self.printed}"
             time.sleep(0.01)
 
-    def interrupt(self) -> int:
-        """Press Ctrl-C; the exit code."""
-        os.killpg(self.pid, signal.SIGINT)
+    def end(self, kind: signal.Signals = signal.SIGINT) -> int:
+        """Press Ctrl-C, which the whole group hears, or send another signal to the driving process; the exit code."""
+        if kind == signal.SIGINT:
+            os.killpg(self.pid, kind)
+        else:
+            os.kill(self.pid, kind)
         return self._process.wait(timeout=60)
 
     def clean_up(self) -> None:
@@ -255,19 +270,20 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_after_an_interrupt_whole_files_of_finished_methods_are_left_and_nothing_else(
-    workers: int, start: Callable[..., Started], tmp_path: Path
+@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+def test_after_an_interrupt_everything_finished_is_kept_and_nothing_else(
+    workers: int, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path
 ) -> None:
     out, table = tmp_path / "out", tmp_path / "tables" / "table.json"
     command = start(*LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table))
     command.wait_until(lambda: ": finished" in command.printed)
-    assert command.interrupt() == 130
+    assert command.end(kind) == (130 if kind == signal.SIGINT else 143)
     (finished,) = [line.removesuffix(": finished") for line in command.printed.splitlines() if line.endswith(": finished")]
-    assert command.printed.splitlines()[-1] == f"interrupted; finished: {finished}, kept in {out}"
+    assert command.printed.splitlines()[-1] == f"interrupted; finished: {finished}; go on with 'onepass run --out {out}'"
     assert "Traceback" not in command.printed
-    assert [path.name for path in out.iterdir()] == [f"{finished}.json"]
-    assert json.loads((out / f"{finished}.json").read_text())["method"] == finished
+    assert {path.name for path in out.iterdir()} <= {"study.sqlite", "lock", "arrays", "checkpoints"}
+    with Store.read(out) as store:
+        assert {entry.unit.method for name, entry in store.contents.entries.items() if name in store.contents.records} >= {finished}
     assert list(table.parent.iterdir()) == []
     command.wait_until(lambda: not command.processes())
 
@@ -280,7 +296,7 @@ def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start
         os.kill(helper, signal.SIGINT)
     time.sleep(1)
     assert helpers <= {*command.processes()}
-    assert command.interrupt() == 130
+    assert command.end() == 130
     assert command.printed == "interrupted; no method was finished\n"
     command.wait_until(lambda: not command.processes())
 

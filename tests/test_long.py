@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from onepass.errors import InputError
 from onepass.metrics import Summary
 from onepass.report.table import summaries
-from onepass.studies import fetch, recipe, study
+from onepass.studies import executors, fetch, recipe, study
+from toys import Silent
 
 pytestmark = pytest.mark.long
 
 
-class Silent:
-    def running(self, jobs: list[study.Job]) -> None: ...
-    def steps(self, done: int, total: int) -> None: ...
-    def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
-    def finished(self, result: study.Result) -> None: ...
-
-
-def results_of(name: str, data: str | None = None, changes: list[str] | None = None) -> dict[str, dict[str, Summary]]:
-    results = study.run(recipe.load(name, changes), data=data, device="cpu", workers=study.default_workers("cpu"), observer=Silent())
+def results_of(folder: Path, name: str, data: str | None = None, changes: list[str] | None = None) -> dict[str, dict[str, Summary]]:
+    workers = executors.default_workers("cpu")
+    with study.opened(folder, recipe.load(name, changes)) as (store, chosen), executors.executor(workers, 1) as executor:
+        results = study.run(chosen, store, study.Means(data, workers=workers), executor, Silent())
     return {method: summaries(result) for method, result in results.items()}
 
 
@@ -36,13 +34,13 @@ def check(found: dict[str, dict[str, Summary]], margin: float) -> None:
     assert max(accuracy, key=lambda name: accuracy[name]) == "multi-task"
 
 
-def test_in_the_quickstart_a_gem_beats_plain_sgd_by_eight_points_and_multi_task_is_on_top() -> None:
-    check(results_of("quickstart"), margin=0.08)
+def test_in_the_quickstart_a_gem_beats_plain_sgd_by_eight_points_and_multi_task_is_on_top(tmp_path: Path) -> None:
+    check(results_of(tmp_path, "quickstart"), margin=0.08)
 
 
-def test_on_a_thousand_mnist_images_a_task_a_gem_beats_plain_sgd() -> None:
+def test_on_a_thousand_mnist_images_a_task_a_gem_beats_plain_sgd(tmp_path: Path) -> None:
     try:
         folder = fetch.locate("mnist", None)
     except InputError as reason:
         pytest.skip(str(reason))
-    check(results_of("permuted-mnist", folder, ["train_examples=1000", "test_examples=1000"]), margin=0.04)
+    check(results_of(tmp_path, "permuted-mnist", folder, ["train_examples=1000", "test_examples=1000"]), margin=0.04)

@@ -9,9 +9,13 @@ from torch import Tensor, nn
 
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
+from onepass.metrics import Record
 from onepass.streams.base import Part, Pool, Stream, Task
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
+from onepass.studies.results import Result
+from onepass.studies.store import Unit
+from onepass.studies.work import Job
 
 FEATURES = 6
 
@@ -135,3 +139,22 @@ def by_hand(fleet: Fleet, batch: Batch, run: int) -> tuple[Tensor, Tensor]:
     loss = torch.stack(rows).mean()
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return torch.cat([g.reshape(-1) for g in gradients]), loss.detach()
+
+
+class Silent:
+    """Somebody who watches a study and remembers what went wrong."""
+
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+        self.stored_units: list[str] = []
+
+    def running(self, jobs: list[Job]) -> None: ...
+    def steps(self, done: int, total: int) -> None: ...
+    def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
+    def finished(self, result: Result) -> None: ...
+
+    def stored(self, unit: Unit, record: Record) -> None:
+        self.stored_units.append(unit.id)
+
+    def trouble(self, job: Job, what: str) -> None:
+        self.troubles.append(what)

@@ -1,32 +1,34 @@
-"""The command line: thin."""
+"""The command line: thin. Commands import what they need, since torch takes longer to import than most of them take to run."""
 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
-from dataclasses import asdict
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from onepass.errors import InputError
-from onepass.learners import METHODS
-from onepass.report import files
-from onepass.report.table import document, table
-from onepass.streams import STREAMS, stream
-from onepass.studies import fetch, recipe, study
-from onepass.studies.study import Job, Result
+
+if TYPE_CHECKING:
+    from onepass.studies.recipe import Recipe
+    from onepass.studies.results import Result
 
 app = typer.Typer(add_completion=False)
 data_app = typer.Typer(help="Data sets.")
 app.add_typer(data_app, name="data")
 
 screen = Console(stderr=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
 
 def _version(wanted: bool) -> None:
@@ -40,78 +42,172 @@ def options(version: Annotated[bool, typer.Option("--version", callback=_version
     """Learn from a stream of tasks in a single pass, without forgetting."""
 
 
-class Watch:
-    """Shows a study while it runs, and writes each method's raw record when it is finished."""
-
-    def __init__(self, progress: Progress, out: Path | None) -> None:
-        self._progress, self._out = progress, out
-        self._task = progress.add_task("starting", total=None, rate="")
-        self.done: list[str] = []
-
-    def running(self, jobs: list[Job]) -> None:
-        what = {"cv": "choosing", "ev": "learning"}
-        names = list(dict.fromkeys(f"{what[job.part]} {job.method}" for job in jobs))
-        self._progress.update(self._task, description=", ".join(names) or "starting")
-
-    def steps(self, done: int, total: int) -> None:
-        speed = self._progress.tasks[0].speed
-        self._progress.update(self._task, completed=min(done, total), total=total, rate=f"{speed:,.0f} steps/s" if speed else "")
-
-    def chose(self, method: str, hyperparameters: dict[str, float]) -> None:
-        chosen = ", ".join(f"{name} = {value:g}" for name, value in hyperparameters.items())
-        self._progress.console.print(f"{method}: chose {chosen}", highlight=False)
-
-    def finished(self, result: Result) -> None:
-        self.done.append(result.method)
-        if self._out is not None:
-            files.write_json(self._out / f"{result.method}.json", asdict(result))
-        self._progress.console.print(f"{result.method}: finished", highlight=False)
-
-
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe; 'onepass list' shows them.")],
+    name: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe; 'onepass list' shows them. Default: the study in --out.")] = None,
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas, or 'all'.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each method on the evaluation stream.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     data: Annotated[str | None, typer.Option(help="Folder with data sets (default: ONEPASS_DATA).")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the raw records and the table.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the study: what it has already is not done again.")] = None,
     json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="key=value: change something in the recipe.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes (default: one a core on a CPU, one on a GPU).")] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each process.")] = 1,
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler, tcp://…: train on its cluster.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Write a checkpoint every so many steps, not only at task ends.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
 ) -> None:
     """Run a recipe: choose hyper-parameters on the cross-validation stream, learn the evaluation stream once, print the table."""
-    chosen = recipe.load(name, change, methods, seeds)
+    asked = _asked(name, change, methods, seeds, out)
+    for flag, value in {"--workers": workers, "--threads": threads, "--checkpoint-every": checkpoint_every}.items():
+        if value is not None and value < 1:
+            raise InputError(f"{flag} {value} is not possible: use at least 1")
+
+    from onepass.report.watch import Watch
+    from onepass.streams import stream
+    from onepass.studies import executors, fetch, files, study
+
     device = study.check_device(device)
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers {workers} is not possible: use at least 1")
-    for target in (json, None if out is None else out / "table.json"):
-        if target is not None:
-            files.check_writable(target)
-    needed = stream(chosen.stream).data
+    if json is not None:
+        files.check_writable(json)
+    needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
-    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as progress:
-        watch = Watch(progress, out)
+    workers = workers or executors.default_workers(device)
+    means = study.Means(folder, device, workers, keep=out is not None, checkpoint_every=checkpoint_every)
+    with (
+        _folder(out) as place,
+        study.opened(place, asked) as (store, recipe),
+        _sigterm_is_like_ctrl_c(),
+        Watch(screen, tensorboard, store) as watch,
+    ):
         try:
-            results = study.run(chosen, data=folder, device=device, workers=workers or study.default_workers(device), observer=watch)
-        except KeyboardInterrupt:
-            progress.stop()
-            finished = f"finished: {', '.join(watch.done)}" if watch.done else "no method was finished"
-            kept = f", kept in {out}" if out is not None and watch.done else ""
-            screen.print(f"interrupted; {finished}{kept}", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(130) from None
-    content = document(chosen, results)
-    for target in (json, None if out is None else out / "table.json"):
-        if target is not None:
-            files.write_json(target, content)
-    terminal = Console()
-    Console(width=max(terminal.width, 120) if not terminal.is_terminal else None).print(table(chosen, results, change or []))
+            with executors.executor(workers, threads, scheduler) as executor:
+                results = study.run(recipe, store, means, executor, watch)
+        except KeyboardInterrupt as stop:
+            watch.interrupted(out)
+            raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
+    _print_table(recipe, results, json, None)
+    if any(result.failed for result in results.values()):
+        screen.print(f"some units failed: see 'onepass status {out}'" if out else "some units failed: give --out DIR to see why", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _asked(name: str | None, change: list[str] | None, methods: str | None, seeds: int | None, out: Path | None) -> Recipe:
+    from onepass.studies import recipe
+    from onepass.studies.store import Store
+
+    if name is not None:
+        return recipe.load(name, change, methods, seeds)
+    if out is None:
+        raise InputError("name a recipe to run ('onepass list' shows them), or the folder of a study to go on with by --out")
+    with Store.read(out) as store:
+        stored = store.contents.study["recipe"]
+    return recipe.load(stored["name"], change, methods, seeds, stored)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    pass
+
+
+@contextmanager
+def _sigterm_is_like_ctrl_c() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """The study's folder; without one, a place for as long as the command runs."""
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="onepass-") as temporary:
+        yield Path(temporary)
+
+
+@app.command()
+def status(folder: Folder) -> None:
+    """Show what of a study is done, running, failed and still to do."""
+    from onepass.report.status import show
+
+    show(folder, _wide())
+
+
+@app.command(name="table")
+def print_table(
+    folder: Folder,
+    json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="File for the table as CSV, a line a run.")] = None,
+) -> None:
+    """Print the table of a study from its raw records."""
+    from onepass.studies.recipe import from_stored
+    from onepass.studies.results import results
+    from onepass.studies.store import Store
+
+    with Store.read(folder) as store:
+        recipe = from_stored(store.contents.study["recipe"])
+        found = results(recipe, store)
+    _print_table(recipe, found, json, csv)
+
+
+def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None) -> None:
+    from onepass.report import table
+    from onepass.studies import files
+
+    if json is not None:
+        files.check_writable(json)
+        files.write_json(json, table.document(recipe, results))
+    if csv is not None:
+        files.check_writable(csv)
+        files.write(csv, table.lines(recipe, results).encode())
+    _wide().print(table.table(recipe, results))
+
+
+@app.command()
+def show(folder: Folder, unit: Annotated[str | None, typer.Argument(metavar="UNIT", help="A unit, or how its name begins.")] = None) -> None:
+    """Show one unit of a study: its configuration, what came out, and with what it was made. Without UNIT, list them."""
+    from onepass.report.units import listing, page
+
+    _wide().print(listing(folder) if unit is None else page(folder, unit), highlight=False)
+
+
+@app.command()
+def merge(
+    into: Annotated[Path, typer.Argument(metavar="DIR", help="The study that takes; made if there is none.")],
+    others: Annotated[list[Path], typer.Argument(metavar="DIR…", help="The studies to take from; they stay as they are.")],
+) -> None:
+    """Bring the results of several studies of one recipe together in the first. Results that contradict each other are refused."""
+    from onepass.studies.merge import merge as bring_together
+
+    for other, count in bring_together(into, others).items():
+        print(f"{count} units from {other}")
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Compare a study with the published results. Exit code 0 only if every difference is explained."""
+    from onepass.report.verify import verdicts, view
+
+    found = verdicts(folder)
+    _wide().print(view(found), highlight=False)
+    if not found.accepted:
+        raise typer.Exit(1)
 
 
 @app.command(name="list")
 def list_everything() -> None:
     """List streams, methods and recipes."""
+    from onepass.learners import METHODS
+    from onepass.streams import STREAMS
+    from onepass.studies import recipe
+
     sections: dict[str, dict[str, str]] = {
         "recipes": {name: recipe.read(name)["summary"] for name in recipe.names()},
         "streams": {name: entry.summary for name, entry in STREAMS.items()},
@@ -131,12 +227,19 @@ def data_get(
 ) -> None:
     """Find a data set, or fetch it into the cache, and check it."""
     from onepass.streams import mnist
+    from onepass.studies import fetch
 
     folder = fetch.locate(name, data)
     found = mnist.find(Path(folder))
     for path in (found or {}).values():
         mnist.read_idx(path)
     print(folder)
+
+
+def _wide() -> Console:
+    """Standard output; where it is no terminal, lines are not cut at 80 columns."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=max(terminal.width, 120))
 
 
 def main(arguments: list[str] | None = None) -> None:

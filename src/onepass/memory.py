@@ -6,6 +6,7 @@ examples pass by has the same distribution and needs no second look at the data;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
@@ -197,6 +198,14 @@ class EpisodicMemory:
         return Batch(self._x[:, :n], self._slots[:, :n], tuple(self.sizes)), self._task[:, :n].masked_fill(behind, -1)
 
     def state(self) -> dict[str, Tensor]:
+        """The examples and everything that decides which ones come next."""
         self._store()
         tensors = {"slots": self._slots, "task": self._task, "start": self._start, "seen": self._seen, "filled": self._filled, "place": self._place}
         return tensors if self._x is None else tensors | {"x": self._x}
+
+    def restore(self, state: Mapping[str, Tensor], task: int) -> None:
+        """Go on from a saved `state()`, in the middle of `task` or at its end."""
+        self.begin_task(task)
+        for name, tensor in state.items():
+            setattr(self, f"_{name}", tensor.to(self.fleet.device))
+        self.sizes = [int(n) for n in self._start[:, 0].tolist()]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +57,24 @@ class Run:
 Progress = Callable[[int], None]  # told how many run-steps were done
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A fleet in the middle of its work: `batches` of task `phase` are learnt. Enough to go on as if nothing had happened."""
+
+    phase: int
+    batches: int
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]  # what the host counts with: plain JSON
+
+
+class Keeper(Protocol):
+    """Somebody who keeps snapshots. Training goes on in the tensors of a snapshot, so `keep` copies them."""
+
+    def last(self) -> Snapshot | None: ...
+    def due(self, batches: int) -> bool: ...  # asked after every batch of a task, and with 0 between tasks
+    def keep(self, snapshot: Snapshot) -> None: ...
+
+
 def grid_points(grid: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
     """All combinations of a grid, in the order in which they are written.
 
@@ -91,32 +111,71 @@ def train(
     device: torch.device | str = "cpu",
     evaluate: bool = True,
     progress: Progress | None = None,
+    keeper: Keeper | None = None,
 ) -> list[Record]:
     """Train all runs side by side in one single pass over a part of the stream, and record what happened.
 
     Evaluation (before the first batch of each task, after each of the first ten, on all tasks and memories at task ends) changes nothing
-    of the training: with `evaluate=False` the parameters end bit-identical.
+    of the training: with `evaluate=False` the parameters end bit-identical. A `keeper` is given snapshots at task ends and in between, as
+    often as it likes; if it has one already, training goes on from there and ends bit-identical too.
     """
     feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
     record = _Recorder(fleet, learner, feed, evaluate)
-    for phase in range(feed.phases):
-        learner.begin_task(phase)
-        record.begin_task(phase)
+    saved = keeper.last() if keeper is not None else None
+    first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
+    if saved is None:
+        record.begin()
+    else:
+        _restore(saved, fleet, learner, record)
+        if progress is not None:
+            progress(feed.steps(first, skip))
+
+    def keep_if_due(phase: int, batches: int) -> None:
+        if keeper is not None and keeper.due(batches):
+            with record.clock.paused():
+                keeper.keep(_snapshot(phase, batches, fleet, learner, record))
+
+    for phase in range(first, feed.phases):
+        if skip == 0:
+            learner.begin_task(phase)
+        record.begin_task(phase, skip)
         record.clock.start()
-        for number, batch in enumerate(feed.batches(phase), start=1):
+        for number, batch in enumerate(feed.batches(phase, skip), start=skip + 1):
             fleet.learn(learner, batch)
             if number <= BETA:
-                record.clock.stop()
-                record.after_batch(number, batch)
-                record.clock.start()
+                with record.clock.paused():
+                    record.after_batch(number, batch)
             if progress is not None:
                 progress(sum(n > 0 for n in batch.sizes) if batch.sizes is not None else fleet.runs)
+            keep_if_due(phase, number)
         learner.end_task()
         record.clock.stop()
         record.end_task()
+        skip = 0
         if all(record.diverged):
             break
+        if phase + 1 < feed.phases:
+            keep_if_due(phase + 1, 0)
     return record.records(runs)
+
+
+def _snapshot(phase: int, batches: int, fleet: Fleet, learner: Learner, record: _Recorder) -> Snapshot:
+    memory = learner.memory
+    parts = {"fleet": fleet.state(), "learner": learner.state(), "memory": memory.state() if memory else {}, "record": record.state()}
+    tensors = {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()}
+    numbers = {"fleet": fleet.counters(), "learner": learner.counters(), "record": record.counters(), "task": memory.task if memory else None}
+    return Snapshot(phase, batches, tensors, numbers)
+
+
+def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: _Recorder) -> None:
+    def part(name: str) -> dict[str, Tensor]:
+        return {key.removeprefix(f"{name}."): tensor for key, tensor in saved.tensors.items() if key.startswith(f"{name}.")}
+
+    learner.restore(part("learner"), saved.numbers["learner"])  # first, since a learner may have to rebuild the fleet's architecture
+    fleet.restore(part("fleet"), saved.numbers["fleet"])
+    if learner.memory is not None:
+        learner.memory.restore(part("memory"), saved.numbers["task"])
+    record.restore(part("record"), saved.numbers["record"])
 
 
 def assemble(
@@ -173,7 +232,8 @@ class _Clock:
     """Seconds of training: evaluation happens while it stands still."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.seconds, self._since = device, 0.0, 0.0
+        self._device, self.seconds = device, 0.0
+        self._since: float | None = None  # None: it stands still
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -184,7 +244,17 @@ class _Clock:
         self._since = self._now()
 
     def stop(self) -> None:
-        self.seconds += self._now() - self._since
+        if self._since is not None:
+            self.seconds += self._now() - self._since
+            self._since = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        running = self._since is not None
+        self.stop()
+        yield
+        if running:
+            self.start()
 
 
 class _Recorder:
@@ -199,7 +269,21 @@ class _Recorder:
         self._curve = np.full((runs, 0 if feed.joined else tasks, BETA + 1), np.nan)
         self._memory = np.full((runs, tasks, tasks), np.nan)
         self._violations: list[list[int]] = [[] for _ in range(runs)]
+        self._initial = np.full((runs, tasks), np.nan)
+
+    def begin(self) -> None:
         self._initial = self._on_all_tasks()
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(getattr(self, f"_{name}")) for name in ("accuracy", "curve", "memory", "initial")}
+
+    def counters(self) -> dict[str, Any]:
+        return {"violations": self._violations, "diverged": self.diverged, "seconds": self.clock.seconds}
+
+    def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        for name, tensor in state.items():
+            setattr(self, f"_{name}", tensor.numpy())
+        self._violations, self.diverged, self.clock.seconds = counters["violations"], counters["diverged"], counters["seconds"]
 
     def _on_all_tasks(self) -> Array:
         if not self.evaluate:
@@ -209,11 +293,13 @@ class _Recorder:
     def _on(self, batch: Batch) -> Array:
         return np.asarray(accuracy(self.fleet, self.learner, batch).cpu().numpy(), dtype=np.float64)
 
-    def begin_task(self, phase: int) -> None:
+    def begin_task(self, phase: int, batches: int = 0) -> None:
+        """Task `phase` begins, or goes on after some batches."""
         self._phase = phase
         if self.evaluate and not self.feed.joined:
             self._test = self.feed.test(phase)
-            self._curve[:, phase, 0] = self._on(self._test)
+            if batches == 0:
+                self._curve[:, phase, 0] = self._on(self._test)
 
     def after_batch(self, number: int, batch: Batch) -> None:
         if self.evaluate and not self.feed.joined:

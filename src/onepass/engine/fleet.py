@@ -7,7 +7,7 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -241,6 +241,21 @@ class Fleet:
         """Which runs have diverged, parameters that are not finite included; for the end of a task, since it asks the device."""
         self._alive.logical_and_(self.theta.isfinite().all(-1))
         return [not alive for alive in self._alive.tolist()]
+
+    def state(self) -> dict[str, Tensor]:
+        """What steps change, a torch optimizer's own state aside."""
+        buffers = {f"buffers.{name}": b for name, b in self.buffers.items()}
+        return {"theta": self.theta, "step": self.step, "alive": self._alive, "active": self._active, **buffers}
+
+    def counters(self) -> dict[str, int]:
+        """What the host counts with."""
+        return {"partial": int(self._partial)}
+
+    def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """Go on from a saved `state()` of the same runs and architecture."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self._partial = bool(counters["partial"])
 
     def state_bytes(self) -> int:
         """Bytes of parameters and buffers a run."""

@@ -50,6 +50,7 @@ class AGem(Learner):
 
     options = Options
     needs_memory = True
+    keeps = ("violations",)
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -73,6 +74,3 @@ class AGem(Learner):
 
     def end_task(self) -> None:
         self.episodic.end_task()
-
-    def state(self) -> dict[str, Tensor]:
-        return {"violations": self.violations}

@@ -22,13 +22,15 @@ class NoOptions:
 class Learner(ABC):
     """Base of all methods. A subclass overrides `direction` and whatever else it needs.
 
-    `columns` are the method's hyper-parameters besides the learning rate, `[R, 1]` each. State that saving must copy is returned by
-    `state()` as plain tensors. Nothing inside a step may ask the device a question (no `.item()`, no branch on a tensor).
+    `columns` are the method's hyper-parameters besides the learning rate, `[R, 1]` each. `keeps` names the attributes that make up the
+    method's state: tensors, and whole numbers the host counts with. Saving copies them, resuming sets them. Nothing inside a step may ask
+    the device a question (no `.item()`, no branch on a tensor).
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ()  # besides learning_rate
     options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the method's options
     needs_memory: ClassVar[bool] = False
+    keeps: ClassVar[tuple[str, ...]] = ()  # attributes that are state, memory aside
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
@@ -56,7 +58,17 @@ class Learner(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """The method's own tensors, memory aside."""
-        return {}
+        return {name: value for name in self.keeps if isinstance(value := getattr(self, name), Tensor)}
+
+    def counters(self) -> dict[str, int]:
+        """What the host counts with."""
+        return {name: int(getattr(self, name)) for name in self.keeps if not isinstance(getattr(self, name), Tensor)}
+
+    def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """Go on from a saved `state()` and `counters()` of the same runs."""
+        for name in self.keeps:
+            before = getattr(self, name)
+            setattr(self, name, state[name].to(self.fleet.device) if isinstance(before, Tensor) else type(before)(counters[name]))
 
     def state_bytes(self) -> int:
         """Bytes of the method's state a run, episodic memory included."""

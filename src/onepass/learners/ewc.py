@@ -34,6 +34,7 @@ class Ewc(Learner):
 
     hyperparameters = ("strength",)
     options = Options
+    keeps = ("fisher", "squares", "count", "pull", "anchor", "anchored", "steps")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -76,6 +77,3 @@ class Ewc(Learner):
         self.pull = 2 * self.strength * importance
         self.anchor = self.fleet.theta.clone()
         self.anchored = True
-
-    def state(self) -> dict[str, Tensor]:
-        return {"fisher": self.fisher, "squares": self.squares, "count": self.count, "pull": self.pull, "anchor": self.anchor}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+import csv
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, fields
+from io import StringIO
 from typing import Any
 
 from rich.table import Table
 
 from onepass.metrics import Metrics, Summary, metrics, summarise
 from onepass.studies.recipe import Recipe
-from onepass.studies.study import Result
+from onepass.studies.results import Result
 
 
 def summaries(result: Result) -> dict[str, Summary]:
@@ -26,17 +28,38 @@ def document(recipe: Recipe, results: Mapping[str, Result]) -> dict[str, Any]:
         methods[name] = {key: asdict(summary) for key, summary in summaries(result).items()} | {
             "hyperparameters": result.hyperparameters,
             "state_bytes": result.records[0].state_bytes if result.records else None,
-            "diverged_in_cross_validation": not result.records,
+            "diverged_in_cross_validation": result.diverged,
             "diverged": [record.seed for record in result.records if record.diverged],
-            "paper": recipe.paper.published.get(name, {}) | {"hyperparameters": recipe.paper.selected.get(name, {})},
+            "missing": result.missing,
+            "failed": sorted(result.failed),
+            "paper": _paper(recipe, name),
         }
     return {"recipe": recipe.name, "configuration": recipe.model_dump(exclude={"paper"}), "methods": methods}
 
 
-def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] = ()) -> Table:
+def _paper(recipe: Recipe, name: str) -> dict[str, Any]:
+    published = recipe.paper.published.get(name, {})
+    numbers = {"outcome": published} if isinstance(published, str) else published
+    return {**numbers, "hyperparameters": recipe.paper.selected.get(name, {})}
+
+
+def lines(recipe: Recipe, results: Mapping[str, Result]) -> str:
+    """The table as CSV: a line a run of `D^EV`, with every metric."""
+    text = StringIO()
+    writer = csv.writer(text)
+    names = [f.name for f in fields(Metrics)]
+    writer.writerow(["recipe", "method", "seed", "hyperparameters", "diverged", *names, "state_bytes"])
+    for name, result in results.items():
+        for record in result.records:
+            values = ["" if value is None else repr(value) for value in astuple(metrics(record))]
+            writer.writerow([recipe.name, name, record.seed, _chosen(record.hyperparameters), int(record.diverged), *values, record.state_bytes])
+    return text.getvalue()
+
+
+def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
     """Method, chosen hyper-parameters and results; the paper's numbers in a second line where it has some.
 
-    `changes` are what was set differently from the recipe: the paper's numbers do not apply to them, and the caption says so.
+    What was set differently from the recipe stands below: the paper's numbers do not apply to it.
     """
     title = f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds"
     made = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 1))
@@ -46,7 +69,10 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
         made.add_column(heading, justify="right", no_wrap=True)  # all of it fits into 80 columns
     for name, result in results.items():
         found = summaries(result)
-        if not result.records:
+        if not result.finished:
+            what = f"{len(result.failed)} units failed" if result.failed else f"{result.missing} units to do"
+            made.add_row(name, _chosen(result.hyperparameters) or "–", what)
+        elif result.diverged:
             made.add_row(name, "diverged: every grid point, add smaller learning rates")
         elif any(record.diverged for record in result.records):
             lost = sum(record.diverged for record in result.records)
@@ -64,7 +90,9 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
                 _bytes(result.records[0].state_bytes),
             )
         published = recipe.paper.published.get(name)
-        if published:
+        if isinstance(published, str):
+            made.add_row("  paper", _chosen(recipe.paper.selected.get(name, {})), published, style="dim")
+        elif published:
             made.add_row(
                 "  paper",
                 _chosen(recipe.paper.selected.get(name, {})),
@@ -75,6 +103,7 @@ def table(recipe: Recipe, results: Mapping[str, Result], changes: Sequence[str] 
                 _published(published.get("violations"), 1, 0),
                 style="dim",
             )
+    changes = recipe.changes()
     notes = [f"with {', '.join(changes)}"] if changes else []
     if recipe.paper.published:
         notes.append("* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)")

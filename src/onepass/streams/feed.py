@@ -60,12 +60,16 @@ class Feed:
         """Training examples of each run in a phase."""
         return [sum(len(train) for _, train in self._members(run, phase)) for run in self._runs]
 
-    def steps(self) -> int:
-        """Steps of all runs and phases together."""
-        return sum(-(-n // self.batch_size) for phase in range(self.phases) for n in self.lengths(phase))
+    def steps(self, phase: int | None = None, batches: int = 0) -> int:
+        """Steps of all runs together: of the whole pass, or of what comes before batch number `batches` of a phase."""
+        before = sum(-(-n // self.batch_size) for earlier in range(self.phases if phase is None else phase) for n in self.lengths(earlier))
+        return before + sum(min(batches, -(-n // self.batch_size)) for n in (self.lengths(phase) if phase is not None and batches else ()))
 
-    def batches(self, phase: int) -> Iterator[Batch]:
-        """A single pass over a phase: every training example of every run once, in an order that its seed decides."""
+    def batches(self, phase: int, skip: int = 0) -> Iterator[Batch]:
+        """A single pass over a phase: every training example of every run once, in an order that its seed decides.
+
+        `skip` leaves out the first batches, which somebody has learnt already.
+        """
         lengths = self.lengths(phase)
         order = Source(self.seeds, Purpose.ORDER).permutation(phase, lengths)
         members = [self._members(run, phase) for run in self._runs]
@@ -73,7 +77,7 @@ class Feed:
         owner: Tensor | int = phase
         if self.joined:
             owner = self._stack([torch.cat([torch.full_like(train, k) for k, train in row]) for row in members]).gather(1, order)
-        for start in range(0, max(lengths), CHUNK * self.batch_size):
+        for start in range(skip * self.batch_size, max(lengths), CHUNK * self.batch_size):
             piece = slice(start, start + CHUNK * self.batch_size)
             chunk = self._gather(index[:, piece], owner if isinstance(owner, int) else owner[:, piece])
             for b in range(0, chunk.x.shape[1], self.batch_size):

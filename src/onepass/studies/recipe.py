@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -20,16 +21,34 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
 
+KNOWN_DIFFERENCES = "known-differences.toml"
+GROWING = {"methods", "seeds", "cv_seeds", "grids", "options"}  # what a study may get more of
 FIXED = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}  # of a recipe's fields, not for --set
 
 
 class Paper(BaseModel):
-    """What the paper reports for a stream: the hyper-parameters it chose, and `[mean]` or `[mean, standard deviation]` a metric."""
+    """What the paper reports for a stream: the hyper-parameters it chose, and `[mean]` or `[mean, standard deviation]` a metric.
+
+    The spread is a population standard deviation over `runs` runs. That a method diverged or ran out of memory is a result too.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    runs: Count = 5
     selected: dict[str, dict[str, float]] = {}
-    published: dict[str, dict[str, list[float]]] = {}
+    published: dict[str, dict[str, list[float]] | Literal["diverged", "out of memory"]] = {}
+
+
+class KnownDifference(BaseModel):
+    """A result that is not the published one, and the experiment that shows why."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    recipe: str
+    method: str
+    metric: str
+    explanation: str
+    experiment: str  # the command, and where its outcome is written down
 
 
 class Recipe(BaseModel):
@@ -80,6 +99,28 @@ class Recipe(BaseModel):
     def method_options(self, name: str) -> Any:
         return _options(method(name).learner.options, self.options.get(name, {}))
 
+    def stored(self) -> dict[str, Any]:
+        """What a study keeps of it. What the paper says is not part of a study."""
+        return self.model_dump(mode="json", exclude={"summary", "paper"})
+
+    def changes(self) -> list[str]:
+        """What is set differently from the recipe of this name, besides how much of it is done."""
+        if self.name not in names():
+            return []
+        original = Recipe(**read(self.name))
+        found = []
+        for key, value in self.stored().items():
+            if key == "stream_options":
+                mine, theirs = (dataclasses.asdict(recipe.make_stream_options()) for recipe in (self, original))
+                found += [f"{name}={mine[name]}" for name in mine if mine[name] != theirs[name]]
+            elif key == "options":
+                for name in self.methods:
+                    mine, theirs = (dataclasses.asdict(recipe.method_options(name)) for recipe in (self, original))
+                    found += [f"options.{name}.{option}={mine[option]}" for option in mine if mine[option] != theirs[option]]
+            elif key not in GROWING and value != original.stored()[key]:
+                found.append(f"{key}={value}")
+        return found
+
     def setup(self) -> Setup:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Setup)}
         return Setup(**shared | {"hidden": tuple(self.hidden)})
@@ -100,11 +141,17 @@ def _options(kind: type, values: dict[str, Any]) -> Any:
 
 def names() -> list[str]:
     """The recipes that come with the package."""
-    return sorted(f.name.removesuffix(".toml") for f in _folder().iterdir() if f.name.endswith(".toml"))
+    return sorted(f.name.removesuffix(".toml") for f in _folder().iterdir() if f.name.endswith(".toml") and f.name != KNOWN_DIFFERENCES)
 
 
 def _folder() -> Any:
     return resources.files("onepass.studies") / "recipes"
+
+
+def known_differences(name: str) -> list[KnownDifference]:
+    """Those of one recipe."""
+    document = tomllib.loads((_folder() / KNOWN_DIFFERENCES).read_text(encoding="utf-8"))
+    return [known for entry in document.get("difference", []) if (known := KnownDifference(**entry)).recipe == name]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -114,9 +161,18 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def load(name: str, changes: list[str] | None = None, methods: str | None = None, seeds: int | None = None) -> Recipe:
-    """A recipe with changes of the form `key=value`; a key is a path such as `grids.van.learning_rate` or its unambiguous end."""
-    document = read(name)
+def load(
+    name: str,
+    changes: list[str] | None = None,
+    methods: str | None = None,
+    seeds: int | None = None,
+    stored: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """A recipe with changes of the form `key=value`; a key is a path such as `grids.van.learning_rate` or its unambiguous end.
+
+    With the recipe of a `stored` study, the changes are made to that one.
+    """
+    document = {**read(name), **(stored or {})}
     if methods is not None:
         chosen = [m.strip() for m in methods.split(",") if m.strip()]
         document["methods"] = list(document["grids"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
@@ -130,6 +186,52 @@ def load(name: str, changes: list[str] | None = None, methods: str | None = None
         _assign(document, _resolve(key.strip(), paths), _parse(value.strip()))
     try:
         return Recipe(**document)
+    except ValidationError as error:
+        raise InputError(_sentence(error)) from None
+
+
+def grown(stored: Recipe, asked: Recipe) -> Recipe:
+    """The recipe of a study with what is asked for now. A grid that lacks what was tried already is refused: the choice would not be its own."""
+    both = united(stored, asked)
+    for name in stored.methods:
+        for hyper, values in stored.grids[name].items():
+            lost = [value for value in values if value not in asked.grids[name].get(hyper, [])]
+            if lost:
+                raise InputError(f"the study has tried {hyper}={lost[0]:g} of {name} already: a grid may only grow, or choose another folder")
+    return both
+
+
+def united(one: Recipe, other: Recipe) -> Recipe:
+    """What two studies have together: their methods, the larger number of seeds, all their grid points. The rest must be the same."""
+    first, second = one.stored(), other.stored()
+    for key, value in first.items():
+        if key not in GROWING and second[key] != value:
+            raise InputError(
+                f"the study has {key} = {value!r}, not {second[key]!r}: it may get more methods, seeds and grid points;"
+                " for anything else choose another folder"
+            )
+    for name in one.methods:
+        if one.method_options(name) != other.method_options(name):
+            raise InputError(f"the study has other options of {name} than {second['options'].get(name, {})}: choose another folder for them")
+    methods = list(dict.fromkeys([*one.methods, *other.methods]))
+    mine = {name: grid for name, grid in one.grids.items() if name in one.methods}
+    grids = {name: _joined(mine.get(name, {}), other.grids.get(name, {})) for name in [*mine, *(name for name in other.grids if name not in mine)]}
+    counts = {key: max(first[key], second[key]) for key in ("seeds", "cv_seeds")}
+    return other.model_copy(update={"methods": methods, "grids": grids, **counts})
+
+
+def _joined(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    keys = [*one, *(key for key in other if key not in one)]
+    return {key: list(dict.fromkeys([*one.get(key, []), *other.get(key, [])])) for key in keys}
+
+
+def from_stored(stored: Mapping[str, Any]) -> Recipe:
+    """The recipe of a study, with what the paper says about it today."""
+    document: dict[str, Any] = {"summary": "", "paper": {}}
+    if stored["name"] in names():
+        document |= {key: value for key, value in read(stored["name"]).items() if key in document}
+    try:
+        return Recipe(**document | dict(stored))
     except ValidationError as error:
         raise InputError(_sentence(error)) from None
 

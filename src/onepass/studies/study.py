@@ -1,61 +1,51 @@
-"""Running a study: the protocol for every method of a recipe, packed into fleets and spread over processes.
+"""Running a study: everything that a recipe asks for and the store does not have yet.
 
-On a CPU one single-threaded process a core beats threads by far, so the runs of a method are dealt out to as many fleets as there are
-workers. How runs are packed depends on the recipe and the number of workers alone.
+The plan of a study (which units share a fleet) is stored before anything is trained, so a study that was interrupted goes on with the same
+fleets, and its results are the same to the last bit on the same CPU.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from onepass.engine.cpu import keep_freed_memory
 from onepass.errors import InputError
 from onepass.learners import method
 from onepass.metrics import Record
-from onepass.protocol import Run, grid_points, select, train
-from onepass.streams import stream
 from onepass.streams.base import Part, Stream
 from onepass.streams.feed import Feed
-from onepass.studies.recipe import Recipe
+from onepass.studies import packing
+from onepass.studies.executors import Executor, Trained
+from onepass.studies.files import TEMPORARY, canonical
+from onepass.studies.recipe import Recipe, from_stored, grown
+from onepass.studies.results import Result, cross_validation, evaluation, result
+from onepass.studies.store import Provenance, Store, Unit
+from onepass.studies.work import Job, OutOfMemoryError, open_stream
 
-MOST_RUNS = 64  # in one fleet: beyond that nothing is gained and memory grows
+ATTEMPTS = 3  # then a fleet has failed
+PARTS: tuple[Part, Part] = ("cv", "ev")
+PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
-class Job:
-    """One fleet: some runs of a method on a part of the stream. Everything a worker process needs to know."""
+class Means:
+    """How a study is run, which does not matter to its results."""
 
-    number: int
-    recipe: Recipe
-    method: str
-    part: Part
-    runs: tuple[Run, ...]
-    data: str | None
-    device: str
-
-
-@dataclass
-class Result:
-    """What a method ended with: the hyper-parameters chosen on `D^CV` and the records of both parts.
-
-    Where every grid point diverged there is nothing to choose and nothing to learn with: both are empty.
-    """
-
-    method: str
-    hyperparameters: dict[str, float]
-    records: list[Record]
-    cross_validation: list[Record] = field(default_factory=list)
+    data: str | None = None
+    device: str = "cpu"
+    workers: int = 1
+    keep: bool = True  # checkpoints, in the study's folder
+    checkpoint_every: int | None = None
 
 
 class Observer(Protocol):
@@ -63,8 +53,10 @@ class Observer(Protocol):
 
     def running(self, jobs: list[Job]) -> None: ...
     def steps(self, done: int, total: int) -> None: ...
+    def stored(self, unit: Unit, record: Record) -> None: ...
     def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
     def finished(self, result: Result) -> None: ...
+    def trouble(self, job: Job, what: str) -> None: ...
 
 
 def check_device(device: str) -> str:
@@ -78,212 +70,164 @@ def check_device(device: str) -> str:
     return device
 
 
-def run(recipe: Recipe, *, data: str | None, device: str, workers: int, observer: Observer) -> dict[str, Result]:
-    """The whole protocol for every method of the recipe."""
-    source = open_stream(recipe, data)
-    total = sum(_run_steps(source, recipe, name) for name in recipe.methods)
-    study = _Study(recipe, data, device, workers)
-    with _executor(workers) as executor:
-        for done in study.go(executor, observer):
-            observer.steps(done, total)
-    return {name: study.results[name] for name in recipe.methods}
+@contextmanager
+def opened(folder: Path, asked: Recipe) -> Iterator[tuple[Store, Recipe]]:
+    """The study in a folder, begun if there is none, and its recipe, grown by what is asked for now."""
+    with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
+        stored = store.contents.study["recipe"]
+        recipe = grown(from_stored(stored), asked)
+        if recipe.stored() != stored:
+            store.note(recipe=recipe.stored())
+        yield store, recipe
 
 
-def open_stream(recipe: Recipe, data: str | None) -> Stream:
-    """The stream of a recipe, with its options tried out on both parts."""
-    made = _cached_stream(recipe.stream, recipe.make_stream_options(), data)
-    parts: tuple[Part, Part] = ("cv", "ev")
-    for part in parts:
-        made.tasks(part, 0)
-    return made
-
-
-@lru_cache(maxsize=1)
-def _cached_stream(name: str, options: Any, data: str | None) -> Stream:
-    return stream(name).make(options, data)
-
-
-def _run_steps(source: Stream, recipe: Recipe, name: str) -> int:
-    joined = method(name).joined
-    runs: dict[Part, int] = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
-    return sum(count * Feed(source, part, [0], recipe.batch_size, joined=joined).steps() for part, count in runs.items())
+def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer: Observer) -> dict[str, Result]:
+    """Do what is missing: the whole protocol for every method of the recipe."""
+    store.forgive()
+    source = open_stream(recipe, means.data)
+    for part in PARTS:
+        source.tasks(part, 0)  # tries the stream's options out on both
+    study = _Study(recipe, store, means, source, executor, observer)
+    study.go()
+    return {name: result(recipe, name, store) for name in recipe.methods}
 
 
 class _Study:
-    def __init__(self, recipe: Recipe, data: str | None, device: str, workers: int) -> None:
-        self.recipe, self.data, self.device, self.workers = recipe, data, device, workers
-        self.results: dict[str, Result] = {}
-        self._jobs = 0
-        self._open: dict[tuple[str, Part], dict[int, list[Record]]] = {}
-        self._expected: dict[tuple[str, Part], int] = {}
+    def __init__(self, recipe: Recipe, store: Store, means: Means, source: Stream, executor: Executor, observer: Observer) -> None:
+        self.recipe, self.store, self.means, self.source = recipe, store, means, source
+        self.executor, self.observer = executor, observer
+        self._running: dict[Future[Trained], Job] = {}
+        self._failures: Counter[str] = Counter()
+        self._chosen: set[str] = set()  # methods whose choice was announced
+        self._steps = {(name, part): self._steps_of(name, part) for name in recipe.methods for part in PARTS}
+        self._done = 0  # run-steps of finished fleets: all that is known of workers far away
+        self._total = sum(self._missing_steps(name) for name in recipe.methods)
+        self._progress = _Progress(store.folder / PROGRESS, self._total)
 
-    def go(self, executor: _Executor, observer: Observer) -> Iterator[int]:
-        """Everything, yielding the run-steps done so far."""
-        running: dict[Future[list[Record]], Job] = {}
+    def go(self) -> None:
         # Methods with a memory take longest: they go first, so that no worker waits for them in the end.
         for name in sorted(self.recipe.methods, key=lambda n: not method(n).learner.needs_memory):
-            points = grid_points(self.recipe.grids[name])
-            runs = [Run(seed, point) for point in points for seed in range(self.recipe.cv_seeds)]
-            running |= {executor.submit(job): job for job in self._pack(name, "cv", runs)}
-        while running:
-            done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in done:
-                job = running.pop(future)
-                for follow_up in self._store(job, future.result(), observer):
-                    running[executor.submit(follow_up)] = follow_up
-            observer.running([job for future, job in running.items() if future.running()])
-            yield executor.steps()
+            self._advance(name)
+        try:
+            while self._running:
+                done, _ = wait(self._running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    self._take(self._running.pop(future), future)
+                self._show()
+        finally:
+            self._progress.remove()
 
-    def _pack(self, name: str, part: Part, runs: list[Run]) -> list[Job]:
-        fleets = max(min(self.workers, len(runs)), -(-len(runs) // MOST_RUNS))
-        jobs = []
-        for i in range(fleets):
-            mine = tuple(runs[i::fleets])  # dealt out, so that slow and fast grid points mix
-            jobs.append(Job(self._jobs, self.recipe, name, part, mine, self.data, self.device))
-            self._jobs += 1
-        self._open[name, part] = {}
-        self._expected[name, part] = fleets
-        return jobs
+    def _show(self) -> None:
+        jobs = [job for future, job in self._running.items() if future.running()]
+        steps = max(self._done, self.executor.steps())
+        self.observer.running(jobs)
+        self.observer.steps(steps, self._total)
+        self._progress.show(jobs, steps)
 
-    def _store(self, job: Job, records: list[Record], observer: Observer) -> list[Job]:
-        stored = self._open[job.method, job.part]
-        stored[job.number] = records
-        fleets = self._expected[job.method, job.part]
-        if len(stored) < fleets:
-            return []
-        dealt = [stored[number] for number in sorted(stored)]
-        count = sum(len(d) for d in dealt)
-        in_order = [dealt[i % fleets][i // fleets] for i in range(count)]
-        if job.part == "cv":
-            try:
-                chosen = select(in_order)
-            except InputError:  # every grid point diverged: that is this method's result, and the others go on
-                self.results[job.method] = Result(job.method, {}, [], in_order)
-                observer.finished(self.results[job.method])
-                return []
-            self.results[job.method] = Result(job.method, chosen, [], in_order)
-            observer.chose(job.method, chosen)
-            return self._pack(job.method, "ev", [Run(seed, chosen) for seed in range(self.recipe.seeds)])
-        self.results[job.method].records = in_order
-        observer.finished(self.results[job.method])
-        return []
+    def _steps_of(self, name: str, part: Part) -> int:
+        return Feed(self.source, part, [0], self.recipe.batch_size, joined=method(name).joined).steps()
 
+    def _missing_steps(self, name: str) -> int:
+        records = self.store.contents.records
+        grid = [unit for unit in cross_validation(self.recipe, name) if unit.id not in records]
+        chosen = result(self.recipe, name, self.store).hyperparameters
+        runs = [unit for unit in evaluation(self.recipe, name, chosen) if unit.id not in records]
+        return len(grid) * self._steps[name, "cv"] + len(runs) * self._steps[name, "ev"]
 
-def work(job: Job, progress: Callable[[int], None] | None = None) -> list[Record]:
-    """Train one fleet."""
-    return train(
-        _cached_stream(job.recipe.stream, job.recipe.make_stream_options(), job.data),
-        job.part,
-        method(job.method),
-        job.runs,
-        job.recipe.setup(),
-        job.recipe.method_options(job.method),
-        device=job.device,
-        progress=progress,
-    )
+    # ---- what to do next
 
+    def _advance(self, name: str) -> None:
+        """Submit what a method needs next: its grid on `D^CV`, then, once that is done, its runs on `D^EV`."""
+        if self._submit_missing(name, "cv", cross_validation(self.recipe, name)):
+            return
+        chosen = result(self.recipe, name, self.store).hyperparameters
+        if chosen and name not in self._chosen:
+            self._chosen.add(name)
+            self.observer.chose(name, chosen)
+        if not chosen or not self._submit_missing(name, "ev", evaluation(self.recipe, name, chosen)):
+            self.observer.finished(result(self.recipe, name, self.store))
 
-class _Executor(Protocol):
-    def submit(self, job: Job) -> Future[list[Record]]: ...
-    def steps(self) -> int: ...
-    def stop(self, *, at_once: bool) -> None: ...
+    def _submit_missing(self, name: str, part: Part, wanted: list[Unit]) -> bool:
+        """Plan what has no place yet and submit the fleets that are not finished; False if there are none."""
+        new = [unit for unit in wanted if unit.id not in self.store.contents.entries]
+        if new:
+            rows = packing.most_rows(self.source, self.recipe, name, part, self.means.device, self.means.workers)
+            self.store.plan(packing.deal(new, packing.fleets(len(new), rows, self.means.workers)))
+        ours = {unit.id for unit in wanted}
+        fleets = [[entry.unit for entry in fleet if entry.unit.id in ours] for fleet in self.store.open_fleets().values()]
+        for units in filter(None, fleets):
+            self._submit(name, part, units)
+        return any(fleets)
 
+    def _submit(self, name: str, part: Part, units: list[Unit]) -> None:
+        folder = str(self.store.folder.absolute()) if self.means.keep else None
+        job = Job(self.recipe, name, part, tuple(units), self.means.data, self.means.device, folder, self.means.checkpoint_every)
+        self._running[self.executor.submit(job)] = job
 
-class _InProcess:
-    """Trains in this process, beside the thread that watches."""
+    # ---- what came out
 
-    def __init__(self) -> None:
-        self._steps, self._stopped = 0, False
-        keep_freed_memory()
-        self._pool = ThreadPoolExecutor(1)
+    def _take(self, job: Job, future: Future[Trained]) -> None:
+        error = future.exception()
+        if error is None:
+            self._keep(job, *future.result())
+        elif isinstance(error, InputError) or not isinstance(error, Exception):
+            raise error  # wrong for every attempt and every fleet, or Ctrl-C
+        elif isinstance(error, OutOfMemoryError) and len(job.units) > 1:
+            self._split(job)
+        else:
+            self._retry(job, error)
+        if not any(other.method == job.method for other in self._running.values()):
+            self._advance(job.method)
 
-    def submit(self, job: Job) -> Future[list[Record]]:
-        return self._pool.submit(work, job, self._count)
+    def _keep(self, job: Job, records: list[Record], made: Provenance) -> None:
+        named = {unit.id: record for unit, record in zip(job.units, records, strict=True)}
+        self.store.add(named, made)
+        checkpoints = job.checkpoints()
+        if checkpoints is not None:
+            checkpoints.discard()
+        self._done += len(job.units) * self._steps[job.method, job.part]
+        for unit in job.units:
+            self.observer.stored(unit, named[unit.id])
 
-    def steps(self) -> int:
-        return self._steps
+    def _split(self, job: Job) -> None:
+        halves = packing.deal(job.units, 2)
+        self.observer.trouble(job, f"out of memory with {len(job.units)} runs side by side, going on with {len(halves[0])}")
+        self.store.plan(halves)
+        for units in halves:
+            self._submit(job.method, job.part, units)
 
-    def _count(self, steps: int) -> None:
-        if self._stopped:
-            raise KeyboardInterrupt
-        self._steps += steps
-
-    def stop(self, *, at_once: bool) -> None:
-        self._stopped = at_once
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Processes:
-    """Trains in worker processes, one thread each."""
-
-    def __init__(self, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._counter = context.Value("q", 0)
-        self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(self._counter,))
-
-    def submit(self, job: Job) -> Future[list[Record]]:
-        with _interrupts_held():  # a worker that is started here inherits this: Ctrl-C is for the driving process alone
-            return self._pool.submit(_work_in_process, job)
-
-    def steps(self) -> int:
-        return int(self._counter.value)
-
-    def stop(self, *, at_once: bool) -> None:
-        if at_once:
-            for process in multiprocessing.active_children():
-                process.terminate()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def _retry(self, job: Job, error: Exception) -> None:
+        self._failures[job.name] += 1
+        left = ATTEMPTS - self._failures[job.name]
+        self.observer.trouble(job, f"{_first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
+        if left:
+            self._submit(job.method, job.part, list(job.units))
+        else:
+            self.store.fail([unit.id for unit in job.units], "".join(traceback.format_exception(error)))
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+class _Progress:
+    """A small file that tells `onepass status` what is going on. It is a view, not a result: nothing depends on it."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path, self._total = path, total
+        self._began = self._shown = time.time()
+
+    def show(self, jobs: list[Job], steps: int) -> None:
+        if time.time() - self._shown < 1:
+            return
+        self._shown = time.time()
+        content: dict[str, Any] = {"began": self._began, "steps": min(steps, self._total), "total": self._total}
+        content["running"] = {unit.id: job.method for job in jobs for unit in job.units}
+        partial = self._path.with_name(TEMPORARY + self._path.name)
+        with suppress(OSError):
+            partial.write_text(canonical(content))
+            os.replace(partial, self._path)
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
-_counter: Any = None
-
-
-def _start_worker(counter: Any) -> None:
-    global _counter
-    _counter = counter
-    torch.set_num_threads(1)
-    keep_freed_memory()
-
-
-def _work_in_process(job: Job) -> list[Record]:
-    pending = 0
-
-    def count(steps: int) -> None:
-        nonlocal pending
-        pending += steps
-        if pending >= 200:  # a lock a step would be felt
-            with _counter.get_lock():
-                _counter.value += pending
-            pending = 0
-
-    return work(job, count)
-
-
-@contextmanager
-def _executor(workers: int) -> Iterator[_Executor]:
-    executor: _Executor = _InProcess() if workers == 1 else _Processes(workers)
-    try:
-        yield executor
-    except BrokenProcessPool:
-        executor.stop(at_once=True)
-        raise InputError("a worker process was killed (out of memory?): use fewer workers with --workers") from None
-    except BaseException:
-        executor.stop(at_once=True)
-        raise
-    executor.stop(at_once=False)
-
-
-def default_workers(device: str) -> int:
-    """One process a core on a CPU, one in all on a GPU."""
-    if device == "cuda":
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

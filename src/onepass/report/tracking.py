@@ -1,0 +1,46 @@
+"""A study in TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onepass.errors import InputError
+from onepass.metrics import Record, average_accuracy, forgetting
+from onepass.studies.store import Store, Unit
+
+
+class Tracking:
+    """A folder of event files, a subfolder a unit; units that have one already are not written again."""
+
+    def __init__(self, folder: Path, store: Store) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("--tensorboard needs the package tensorboard: install onepass[track]") from None
+        self._writer: Any = SummaryWriter
+        self._folder = folder
+        for name in store.contents.records:
+            self.write(store.contents.entries[name].unit, store.record(name))
+
+    def write(self, unit: Unit, record: Record) -> None:
+        """Average accuracy, forgetting, violations a task, and the accuracy of each task, over the tasks learnt."""
+        chosen = ",".join(f"{name}={value:g}" for name, value in unit.hyperparameters.items())
+        folder = self._folder / unit.method / unit.part / f"{chosen},seed={unit.seed}-{unit.id}"
+        if folder.exists():
+            return
+        with self._writer(str(folder)) as writer:
+            a = record.accuracy
+            sequential = len(a) == a.shape[1]
+            for k in range(len(a)):
+                if np.isnan(a[k]).any():  # not reached: every run of the fleet had diverged
+                    break
+                writer.add_scalar("average accuracy", average_accuracy(a, k + 1) if sequential else average_accuracy(a), k + 1)
+                if sequential and k:
+                    writer.add_scalar("forgetting", forgetting(a, k + 1), k + 1)
+                if record.violations is not None:
+                    writer.add_scalar("violations", record.violations[k], k + 1)
+                for j in range(k + 1 if sequential else a.shape[1]):
+                    writer.add_scalar(f"accuracy of a task/{j + 1}", a[k, j], k + 1)

@@ -1,0 +1,65 @@
+"""Watching a study while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from onepass.metrics import Record
+from onepass.report.tracking import Tracking
+from onepass.studies.results import Result
+from onepass.studies.store import Store, Unit
+from onepass.studies.work import Job
+
+WHAT = {"cv": "choosing", "ev": "learning"}
+
+
+class Watch:
+    """Shows a study on a terminal, and to TensorBoard if asked for."""
+
+    def __init__(self, screen: Console, tensorboard: Path | None, store: Store) -> None:
+        columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
+        self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
+        self._task = self._progress.add_task("starting", total=None, rate="")
+        self._tracking = Tracking(tensorboard, store) if tensorboard is not None else None
+        self._done: list[str] = []
+
+    def __enter__(self) -> Watch:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def running(self, jobs: list[Job]) -> None:
+        names = list(dict.fromkeys(f"{WHAT[job.part]} {job.method}" for job in jobs))
+        self._progress.update(self._task, description=", ".join(names) or "starting")
+
+    def steps(self, done: int, total: int) -> None:
+        speed = self._progress.tasks[0].speed
+        self._progress.update(self._task, completed=min(done, total), total=total, rate=f"{speed:,.0f} steps/s" if speed else "")
+
+    def stored(self, unit: Unit, record: Record) -> None:
+        if self._tracking is not None:
+            self._tracking.write(unit, record)
+
+    def chose(self, method: str, hyperparameters: dict[str, float]) -> None:
+        self._say(f"{method}: chose {', '.join(f'{name} = {value:g}' for name, value in hyperparameters.items())}")
+
+    def finished(self, result: Result) -> None:
+        self._done.append(result.method)
+        self._say(f"{result.method}: {f'{len(result.failed)} units failed' if result.failed else 'finished'}")
+
+    def trouble(self, job: Job, what: str) -> None:
+        self._say(f"{job.method}, {WHAT[job.part]}: {what}")
+
+    def interrupted(self, out: Path | None) -> None:
+        self._progress.stop()
+        finished = f"finished: {', '.join(self._done)}" if self._done else "no method was finished"
+        self._say(f"interrupted; {finished}" + (f"; go on with 'onepass run --out {out}'" if out is not None else ""))
+
+    def _say(self, what: str) -> None:
+        self._progress.console.print(what, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,223 @@
+"""Where fleets are trained: in this process, in local processes, or on a Dask cluster. A worker returns records; only the driver stores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from typing import Any, Protocol
+
+import torch
+
+from onepass.engine.cpu import keep_freed_memory
+from onepass.errors import InputError
+from onepass.metrics import Record
+from onepass.studies.store import Provenance
+from onepass.studies.work import Job, work
+
+Trained = tuple[list[Record], Provenance]
+
+
+class WorkerDiedError(Exception):
+    """A worker ended in the middle of a fleet."""
+
+
+class Executor(Protocol):
+    """Somewhere to train fleets."""
+
+    def submit(self, job: Job) -> Future[Trained]: ...
+    def steps(self) -> int: ...  # run-steps done so far, where it can be known
+    def stop(self, *, at_once: bool) -> None: ...
+
+
+@contextmanager
+def executor(workers: int, threads: int, scheduler: str | None = None) -> Iterator[Executor]:
+    """In process with one worker, else local processes; with the address of a scheduler, its cluster."""
+    made: Executor = _Cluster(scheduler, threads) if scheduler is not None else _InProcess(threads) if workers == 1 else _Processes(workers, threads)
+    try:
+        yield made
+    except BaseException:
+        made.stop(at_once=True)
+        raise
+    made.stop(at_once=False)
+
+
+class _InProcess:
+    """Trains in this process, beside the thread that watches."""
+
+    def __init__(self, threads: int) -> None:
+        self._steps, self._stopped = 0, False
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+        self._pool = ThreadPoolExecutor(1)
+
+    def submit(self, job: Job) -> Future[Trained]:
+        return self._pool.submit(work, job, self._count)
+
+    def steps(self) -> int:
+        return self._steps
+
+    def _count(self, steps: int) -> None:
+        if self._stopped:
+            raise KeyboardInterrupt
+        self._steps += steps
+
+    def stop(self, *, at_once: bool) -> None:
+        self._stopped = at_once
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Processes:
+    """Trains in worker processes. Each belongs to a pool of its own, so that one that dies takes no other fleet with it."""
+
+    def __init__(self, workers: int, threads: int) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._threads = threads
+        self._own = threading.local()  # each thread here leads one worker
+        self._pools: list[ProcessPoolExecutor] = []
+        self._counters: list[Any] = []  # one a process: a lock that they shared would be left locked by one that is killed
+        self._changing = threading.Lock()
+        self._stopped = False
+        resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
+        self._leaders = ThreadPoolExecutor(workers, initializer=_hold_interrupts)
+        together = threading.Barrier(workers)  # makes each leader take one of these
+        for _ in range(workers):
+            self._leaders.submit(self._start, together)
+
+    def _start(self, together: threading.Barrier) -> None:
+        """Start a worker before there is work: it takes seconds to import torch."""
+        together.wait()
+        self._pool().submit(_ready)
+
+    def submit(self, job: Job) -> Future[Trained]:
+        return self._leaders.submit(self._lead, job)
+
+    def _lead(self, job: Job) -> Trained:
+        try:
+            return self._pool().submit(_work_in_process, job).result()
+        except BrokenProcessPool:
+            self._own.pool = None
+            raise WorkerDiedError("a worker process was killed (out of memory?)") from None
+
+    def _pool(self) -> ProcessPoolExecutor:
+        if getattr(self._own, "pool", None) is None:
+            with self._changing:
+                if self._stopped:
+                    raise KeyboardInterrupt
+                counter = self._context.RawValue("q", 0)
+                arguments = (counter, self._threads)
+                self._own.pool = ProcessPoolExecutor(1, mp_context=self._context, initializer=_start_worker, initargs=arguments)
+                self._counters.append(counter)
+                self._pools.append(self._own.pool)
+        pool: ProcessPoolExecutor = self._own.pool
+        return pool
+
+    def steps(self) -> int:
+        return sum(int(counter.value) for counter in self._counters)
+
+    def stop(self, *, at_once: bool) -> None:
+        with self._changing:
+            self._stopped = True
+        self._leaders.shutdown(wait=not at_once, cancel_futures=True)
+        for pool in self._pools:
+            if at_once:
+                for process in list((pool._processes or {}).values()):  # terminate_workers() from Python 3.14 on
+                    process.terminate()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _hold_interrupts() -> None:
+    """Ctrl-C is for the driving process alone: the processes that this thread starts inherit this."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+_counter: Any = None
+
+
+def _start_worker(counter: Any, threads: int) -> None:
+    global _counter
+    _counter = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+
+
+def _ready() -> None:
+    pass  # tracing needs it, and it takes another second
+
+
+def _end_with_parent() -> None:
+    """A worker whose driver was killed has nobody to work for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work_in_process(job: Job) -> Trained:
+    def count(steps: int) -> None:
+        _counter.value += steps  # nobody else writes to it
+
+    return work(job, count)
+
+
+class _Cluster:
+    """Trains on the workers of a Dask cluster. Dask gives the fleet of a worker that dies to another one, three times."""
+
+    def __init__(self, scheduler: str, threads: int) -> None:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise InputError("a cluster needs the package distributed: install onepass[cluster]") from None
+        try:
+            self._client = Client(scheduler, timeout=10, set_as_default=False)
+        except (OSError, ValueError, TimeoutError) as reason:
+            raise InputError(f"no Dask scheduler answers at {scheduler} ({reason}): start one, or leave out --scheduler") from None
+        self._threads = threads
+        self._futures: list[Any] = []
+
+    def submit(self, job: Job) -> Future[Trained]:
+        done: Future[Trained] = Future()
+        remote = self._client.submit(_work_on_cluster, job, self._threads, key=f"onepass-{job.method}-{job.name}-{len(self._futures)}", pure=False)
+        self._futures.append(remote)
+        remote.add_done_callback(lambda finished: _pass_on(finished, done))
+        return done
+
+    def steps(self) -> int:
+        return 0
+
+    def stop(self, *, at_once: bool) -> None:
+        if at_once:
+            with suppress(Exception):  # whatever the cluster says, we are leaving
+                self._client.cancel(self._futures, force=True)
+        self._client.close()
+
+
+def _pass_on(remote: Any, done: Future[Trained]) -> None:
+    from distributed.scheduler import KilledWorker
+
+    try:
+        done.set_result(remote.result())
+    except KilledWorker as reason:
+        done.set_exception(WorkerDiedError(str(reason)))
+    except BaseException as reason:
+        done.set_exception(reason)
+
+
+def _work_on_cluster(job: Job, threads: int) -> Trained:
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    return work(job)
+
+
+def default_workers(device: str) -> int:
+    """One process a core on a CPU, one in all on a GPU."""
+    if device == "cuda":
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,87 @@
+"""Packing: which runs share a fleet.
+
+Runs of one method on one part of the stream have the same shapes, so they can be rows of one fleet. How many rows pay was measured
+(`python benchmarks/packing.py`); how many fit is counted from the shapes. Neither depends on the moment, so the same command packs in the
+same way, and the plan is stored with the study anyway: different packings agree only within float32 rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from onepass.learners import method
+from onepass.protocol import Run, assemble, grid_points
+from onepass.streams.base import Part, Stream
+from onepass.streams.batch import Batch
+from onepass.studies.recipe import Recipe
+
+MOST_ROWS = {"cpu": 64, "cuda": 256}  # beyond that a run-step gets no cheaper, and a failure costs more
+SHARE = 0.5  # of the memory may be filled by plan; what is left is for the data and for what was not counted
+
+Item = TypeVar("Item")
+
+
+def deal(items: Sequence[Item], fleets: int) -> list[list[Item]]:
+    """Deal items out like cards, so that slow and fast grid points mix.
+
+    >>> deal("abcde", 2)
+    [['a', 'c', 'e'], ['b', 'd']]
+    """
+    return [list(items[i::fleets]) for i in range(fleets)]
+
+
+def fleets(count: int, most_rows: int, workers: int) -> int:
+    """How many fleets `count` runs make: one a worker, and more where they would not fit.
+
+    >>> fleets(40, most_rows=64, workers=2), fleets(40, most_rows=10, workers=2), fleets(1, most_rows=64, workers=2)
+    (2, 4, 1)
+    """
+    return max(min(workers, count), -(-count // most_rows))
+
+
+def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
+    """How many runs of a method one fleet should hold on this machine."""
+    kind = torch.device(device).type
+    return max(1, min(MOST_ROWS[kind], int(SHARE * _memory(kind) / (workers if kind == "cpu" else 1)) // bytes_a_row(stream, recipe, name, part)))
+
+
+def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
+    """Memory that one more run takes while it trains: its state, its gradients and its activations on the largest batch."""
+    options = recipe.method_options(name)
+    run = Run(0, grid_points(recipe.grids[name])[0])
+    feed, fleet, learner = assemble(stream, part, method(name), [run], recipe.setup(), options)
+    batch = next(feed.batches(0))
+    largest = max(recipe.batch_size, getattr(options, "reference_batch", 0))
+    repeated = torch.arange(largest) % batch.x.shape[1]
+    activations = _activations(fleet.architecture.module, lambda: fleet.forward(Batch(batch.x[:, repeated], batch.slots[:, repeated])))
+    memory = learner.memory.tasks * learner.memory.budget * batch.x[0, 0].nbytes if learner.memory is not None else 0
+    passes = 3  # forward, backward, and what both hold meanwhile
+    gradients = 3 * fleet.theta.nbytes  # of the batch, of the reference batch, and a temporary one
+    return int(fleet.state_bytes() + learner.state_bytes() + memory + gradients + passes * activations)
+
+
+def _activations(module: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes that the layers of a module put out in a forward pass."""
+    made: list[int] = []
+    layers = [layer for layer in module.modules() if not list(layer.children())]
+    hooks = [layer.register_forward_hook(lambda _, __, output: made.append(output.nbytes)) for layer in layers]
+    forward()
+    for hook in hooks:
+        hook.remove()
+    return sum(made)
+
+
+def _memory(kind: str) -> int:
+    if kind == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(physical, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return physical

@@ -1,0 +1,59 @@
+"""With what a result was made: device, package versions, source revision."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from onepass.studies.store import Provenance
+
+PACKAGES = ("onepass", "torch", "numpy", "scipy", "scikit-learn", "safetensors")
+
+
+@cache
+def provenance(device: str) -> Provenance:
+    """What this process computes with."""
+    return Provenance(_device(device), {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}, revision())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # used from a folder
+        return "unknown"
+
+
+def _device(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@cache
+def revision() -> str:
+    """The commit of a checkout (with `+` if files of the package differ from it); elsewhere a hash of the package's source."""
+    package = Path(__file__).parents[1]
+    try:
+        commit, changed = (
+            subprocess.run(["git", "-C", str(package), *command], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        )
+        tracked = subprocess.run(["git", "-C", str(package), "ls-files", "--error-unmatch", "errors.py"], capture_output=True, timeout=10)
+        if tracked.returncode == 0:  # not just a virtual environment inside somebody's repository
+            return commit[:12] + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        pass
+    content = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"source-{content.hexdigest()[:12]}"

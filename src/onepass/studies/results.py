@@ -1,0 +1,99 @@
+"""From recipe to units of work, and from their records to results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from onepass.errors import InputError
+from onepass.learners import method
+from onepass.metrics import Record
+from onepass.protocol import Run, grid_points, select
+from onepass.streams.base import Part
+from onepass.studies.recipe import Recipe
+from onepass.studies.store import Store, Unit
+
+
+@dataclass
+class Result:
+    """What a method ended with: the hyper-parameters chosen on `D^CV` and the records of both parts.
+
+    Where every grid point diverged there is nothing to choose and nothing to learn with: both are empty. `missing` units are still to be
+    done, `failed` ones (with their tracebacks) were given up.
+    """
+
+    method: str
+    hyperparameters: dict[str, float] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    cross_validation: list[Record] = field(default_factory=list)
+    missing: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return not self.missing and not self.failed
+
+    @property
+    def diverged(self) -> bool:
+        """Did every grid point diverge?"""
+        return self.finished and not self.records
+
+
+def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Unit]:
+    """The units of work of some runs: everything that matters to their results, resolved."""
+    found = method(name)
+    shared = asdict(recipe.setup())
+    del shared["gradients"]  # how they are computed, not what
+    if not found.learner.needs_memory:
+        shared = {key: value for key, value in shared.items() if not key.startswith("memory")}
+    if not found.joined:
+        del shared["union_softmax"]
+    shared |= {"stream": recipe.stream, "stream_options": asdict(recipe.make_stream_options()), "part": part}
+    shared |= {"method": name, "options": asdict(recipe.method_options(name))}
+    return [Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed}) for run in runs]
+
+
+def cross_validation(recipe: Recipe, name: str) -> list[Unit]:
+    """Every grid point with every seed, on `D^CV`."""
+    points = grid_points(recipe.grids[name])
+    return units(recipe, name, "cv", [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)])
+
+
+def evaluation(recipe: Recipe, name: str, chosen: dict[str, float]) -> list[Unit]:
+    """The chosen grid point with every seed, on `D^EV`."""
+    return units(recipe, name, "ev", [Run(seed, chosen) for seed in range(recipe.seeds)])
+
+
+def result(recipe: Recipe, name: str, store: Store) -> Result:
+    """What a method has come to so far."""
+    found = Result(name)
+    found.cross_validation = _collect(found, store, cross_validation(recipe, name))
+    if found.missing:
+        return found
+    broken = {tuple(store.contents.entries[unit].unit.hyperparameters.items()) for unit in found.failed}
+    sound = [record for record in found.cross_validation if tuple(record.hyperparameters.items()) not in broken]
+    try:
+        found.hyperparameters = select(sound) if sound else {}
+    except InputError:  # every grid point diverged: that is this method's result, and the others go on
+        return found
+    if found.hyperparameters:
+        found.records = _collect(found, store, evaluation(recipe, name, found.hyperparameters))
+    return found
+
+
+def _collect(found: Result, store: Store, wanted: Sequence[Unit]) -> list[Record]:
+    records = []
+    for unit in wanted:
+        entry = store.contents.entries.get(unit.id)
+        if unit.id in store.contents.records:
+            records.append(store.record(unit.id))
+        elif entry is not None and entry.traceback is not None:
+            found.failed[unit.id] = entry.traceback
+        else:
+            found.missing += 1
+    return records
+
+
+def results(recipe: Recipe, store: Store) -> dict[str, Result]:
+    """Every method of the study, in the order of its recipe."""
+    return {name: result(recipe, name, store) for name in recipe.methods}

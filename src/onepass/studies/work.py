@@ -1,0 +1,131 @@
+"""What a worker does: train one fleet, wherever it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onepass.learners import method
+from onepass.metrics import Record
+from onepass.protocol import Run, train
+from onepass.streams import stream
+from onepass.streams.base import Part, Stream
+from onepass.studies import fetch
+from onepass.studies.checkpoint import Checkpoints
+from onepass.studies.provenance import provenance
+from onepass.studies.recipe import Recipe
+from onepass.studies.store import FILE, Provenance, Unit, fleet_name
+
+_one_fleet_at_a_time = threading.Lock()  # in a process: building a model sets the process's random seed for a moment
+
+
+class OutOfMemoryError(Exception):
+    """A fleet did not fit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One fleet: some runs of a method on a part of the stream. Everything a worker needs to know, whichever machine it is on."""
+
+    recipe: Recipe
+    method: str
+    part: Part
+    units: tuple[Unit, ...]
+    data: str | None
+    device: str
+    folder: str | None = None  # of the study, where checkpoints go; None: none are written
+    checkpoint_every: int | None = None
+
+    @property
+    def name(self) -> str:
+        return fleet_name([unit.id for unit in self.units])
+
+    def checkpoints(self) -> Checkpoints | None:
+        """Where this fleet's checkpoints are, if the study's folder is in reach."""
+        if self.folder is None or not (Path(self.folder) / FILE).is_file():
+            return None
+        return Checkpoints(Path(self.folder) / "checkpoints" / self.name, self.name, self.checkpoint_every)
+
+
+def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[Record], Provenance]:
+    """Train one fleet; its records in the order of its units."""
+    with _one_fleet_at_a_time, _device(job.device) as device:
+        try:
+            records = train(
+                open_stream(job.recipe, job.data),
+                job.part,
+                method(job.method),
+                [Run(unit.seed, unit.hyperparameters) for unit in job.units],
+                job.recipe.setup(),
+                job.recipe.method_options(job.method),
+                device=device,
+                progress=progress,
+                keeper=job.checkpoints(),
+            )
+        except (MemoryError, RuntimeError) as reason:
+            if not _is_out_of_memory(reason):
+                raise
+            raise OutOfMemoryError(str(reason).partition("\n")[0]) from None
+        finally:
+            if device.startswith("cuda"):
+                torch.cuda.empty_cache()  # the next fleet may be another process's
+        return records, provenance(device)
+
+
+def open_stream(recipe: Recipe, data: str | None) -> Stream:
+    """The stream of a recipe; its data are looked for on this machine if `data` is a folder of another one."""
+    needed = stream(recipe.stream).data
+    if needed is not None and (data is None or not Path(data).is_dir()):
+        data = fetch.locate(needed, None)
+    return _cached_stream(recipe.stream, recipe.make_stream_options(), data)
+
+
+@lru_cache(maxsize=1)
+def _cached_stream(name: str, options: Any, data: str | None) -> Stream:
+    return stream(name).make(options, data)
+
+
+def _is_out_of_memory(reason: Exception) -> bool:
+    return isinstance(reason, MemoryError | torch.OutOfMemoryError) or any(
+        sign in str(reason) for sign in ("not enough memory", "can't allocate memory", "ALLOC_FAILED", "out of memory")
+    )
+
+
+@contextmanager
+def _device(device: str) -> Iterator[str]:
+    """The device to train on. Of GPUs, the first one that is free: one fleet a GPU at a time, over all processes of the machine."""
+    if device != "cuda":
+        yield device
+        return
+    handles = [os.open(_lock_file(number), os.O_RDWR | os.O_CREAT, 0o666) for number in range(torch.cuda.device_count())]
+    try:
+        yield f"cuda:{_first_free(handles)}"
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _lock_file(number: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"onepass-{os.getuid()}-{torch.cuda.get_device_properties(number).uuid}.lock"
+
+
+def _first_free(handles: list[int]) -> int:
+    while True:
+        for number, handle in enumerate(handles):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return number
+            except BlockingIOError:
+                continue
+        time.sleep(0.1)
