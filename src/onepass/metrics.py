@@ -7,7 +7,7 @@ it (`b = 0`: before the first; NaN where the task had fewer batches).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,16 @@ class Record:
     seconds: float  # of training, without evaluation: this run's share of its fleet's time
     state_bytes: int  # parameters, buffers, the method's state and its memory
     diverged: bool
+
+    def same_as(self, other: Record) -> bool:
+        """Bit by bit the same result; what it cost (seconds, bytes) does not count."""
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in ("seconds", "state_bytes"))
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other, equal_nan=True)
+    return type(one) is type(other) and one == other
 
 
 def average_accuracy(a: Array, k: int | None = None) -> float:

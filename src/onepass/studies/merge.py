@@ -8,8 +8,6 @@ from functools import reduce
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
-
 from onepass.errors import InputError
 from onepass.studies.recipe import from_stored, united
 from onepass.studies.store import FILE, Store
@@ -41,13 +39,7 @@ def merge(into: Path, others: Sequence[Path]) -> dict[Path, int]:
 
 def _refuse_conflicts(ours: Store, theirs: Store) -> None:
     for unit in theirs.contents.records.keys() & ours.contents.records.keys():
-        a, b = ours.record(unit), theirs.record(unit)
-        same = (a.violations, a.diverged, a.state_bytes) == (b.violations, b.diverged, b.state_bytes) and all(
-            np.array_equal(getattr(a, name), getattr(b, name), equal_nan=True) for name in ("accuracy", "initial", "curve")
-        )
-        if same and a.memory_accuracy is not None and b.memory_accuracy is not None:
-            same = np.array_equal(a.memory_accuracy, b.memory_accuracy, equal_nan=True)
-        if not same:
+        if not ours.record(unit).same_as(theirs.record(unit)):
             raise InputError(
                 f"{ours.folder} and {theirs.folder} have different results for the unit {unit}: keep them apart, or find out why with"
                 f" 'onepass show DIR {unit}'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -10,6 +11,7 @@ from onepass.learners import method
 from onepass.metrics import Record
 from onepass.protocol import Run, grid_points, select
 from onepass.streams.base import Part
+from onepass.studies.files import canonical
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import Store, Unit
 
@@ -50,6 +52,7 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
         del shared["union_softmax"]
     shared |= {"stream": recipe.stream, "stream_options": asdict(recipe.make_stream_options()), "part": part}
     shared |= {"method": name, "options": asdict(recipe.method_options(name))}
+    shared = json.loads(canonical(shared))  # as it will come out of a store
     return [Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed}) for run in runs]
 
 

@@ -369,7 +369,7 @@ class _DamagedError(Exception):
 
 
 def _damaged(path: Path, why: str) -> StorageError:
-    return StorageError(f"{path} cannot be used ({why}): put back a copy of it, or choose another folder and run the study again")
+    return StorageError(f"{path} cannot be used ({' '.join(why.split())}): put back a copy of it, or choose another folder and run the study again")
 
 
 @contextmanager

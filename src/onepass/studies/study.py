@@ -99,7 +99,10 @@ class _Study:
         self._running: dict[Future[Trained], Job] = {}
         self._failures: Counter[str] = Counter()
         self._chosen: set[str] = set()  # methods whose choice was announced
-        self._steps = {(name, part): self._steps_of(name, part) for name in recipe.methods for part in PARTS}
+        pairs = [(name, part) for name in recipe.methods for part in PARTS]
+        self._steps = {(name, part): self._steps_of(name, part) for name, part in pairs}
+        # Now, and not when it is needed: it builds models, and beside a fleet that trains in this process it would share its random seed.
+        self._rows = {(name, part): packing.most_rows(source, recipe, name, part, means.device, means.workers) for name, part in pairs}
         self._done = 0  # run-steps of finished fleets: all that is known of workers far away
         self._total = sum(self._missing_steps(name) for name in recipe.methods)
         self._progress = _Progress(store.folder / PROGRESS, self._total)
@@ -114,8 +117,17 @@ class _Study:
                 for future in done:
                     self._take(self._running.pop(future), future)
                 self._show()
+        except BaseException:
+            self._keep_what_is_finished()
+            raise
         finally:
             self._progress.remove()
+
+    def _keep_what_is_finished(self) -> None:
+        for future, job in self._running.items():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                with suppress(InputError):  # the disk is full: nothing more can be kept
+                    self._keep(job, *future.result())
 
     def _show(self) -> None:
         jobs = [job for future, job in self._running.items() if future.running()]
@@ -151,8 +163,7 @@ class _Study:
         """Plan what has no place yet and submit the fleets that are not finished; False if there are none."""
         new = [unit for unit in wanted if unit.id not in self.store.contents.entries]
         if new:
-            rows = packing.most_rows(self.source, self.recipe, name, part, self.means.device, self.means.workers)
-            self.store.plan(packing.deal(new, packing.fleets(len(new), rows, self.means.workers)))
+            self.store.plan(packing.deal(new, packing.fleets(len(new), self._rows[name, part], self.means.workers)))
         ours = {unit.id for unit in wanted}
         fleets = [[entry.unit for entry in fleet if entry.unit.id in ours] for fleet in self.store.open_fleets().values()]
         for units in filter(None, fleets):

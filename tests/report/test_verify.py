@@ -1,0 +1,130 @@
+"""Verdicts: the published result, near it, or not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onepass.errors import InputError
+from onepass.metrics import Record
+from onepass.report import verify
+from onepass.report.verify import judge, verdicts
+from onepass.studies import recipe as recipes
+from onepass.studies.recipe import KnownDifference, Paper, Recipe, known_differences, load
+from onepass.studies.results import cross_validation, evaluation
+from onepass.studies.store import Provenance, Store
+
+RECIPE = load("quickstart", None, "van")
+
+
+def test_reproduced_means_within_twice_the_combined_standard_error() -> None:
+    ours = [0.50, 0.52, 0.48, 0.51, 0.49]
+    error = 2 * math.sqrt(np.var(ours, ddof=1) / 5 + 0.01**2 / 4)
+    assert judge(ours, [0.50 + 0.999 * error, 0.01], 5, 0.0) == "reproduced"
+    assert judge(ours, [0.50 - 0.999 * error, 0.01], 5, 0.0) == "reproduced"
+    assert judge(ours, [0.50 + 1.001 * error, 0.01], 5, 0.0) == "differs"
+
+
+def test_a_population_deviation_over_ten_runs_says_more_than_over_five() -> None:
+    assert judge([0.5], [0.5099, 0.01], 5, 0.0) == "reproduced"  # 2 · 0.01/√4
+    assert judge([0.5], [0.5099, 0.01], 10, 0.0) == "differs"  # 2 · 0.01/√9
+
+
+@pytest.mark.parametrize(("metric", "margin"), [("A_T", 0.015), ("F_T", 0.03), ("worst_forgetting", 0.03), ("LCA_10_trapezoid", 0.02)])
+def test_close_has_a_margin_for_each_metric(metric: str, margin: float) -> None:
+    assert judge([0.5], [0.5 + margin], 5, verify.CLOSE[metric]) == "close"
+    assert judge([0.5], [0.5 + margin + 1e-6], 5, verify.CLOSE[metric]) == "differs"
+
+
+def made(folder: Path, monkeypatch: pytest.MonkeyPatch, published: Any, accuracy: float = 0.5, **more: Any) -> verify.Verification:
+    """The verdicts on a study of one method that got `accuracy` everywhere, if the paper had published that."""
+    monkeypatch.setattr(
+        verify, "from_stored", lambda stored: Recipe(**stored, summary="", paper=Paper(published={"van": published} if published else {}))
+    )
+    units = [*cross_validation(RECIPE, "van"), *evaluation(RECIPE, "van", {"learning_rate": 0.3})]
+    missing, failed, diverged = more.get("missing", 0), more.get("failed"), more.get("diverged", False)
+    with Store.write_to(folder, create={"recipe": RECIPE.stored() | more.get("recipe", {})}) as store:
+        store.plan([units])
+        a = np.full((3, 3), accuracy)
+        done = units[: len(units) - missing] if failed is None else units[: len(units) - 5]
+        store.add(
+            {unit.id: Record(unit.seed, unit.hyperparameters, a, a[0], a, None, None, 1.0, 1, diverged) for unit in done}, Provenance("", {}, "")
+        )
+        if failed:
+            store.fail([unit.id for unit in units[-5:]], failed)
+    return verdicts(folder)
+
+
+def judgements(found: verify.Verification) -> dict[str, str]:
+    return {verdict.metric: verdict.judgement for verdict in found.verdicts}
+
+
+def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]})
+    assert judgements(found) == {"A_T": "reproduced", "F_T": "close", "worst_forgetting": "not published", "LCA_10_trapezoid": "differs"}
+    assert not found.accepted
+
+
+def test_a_difference_is_accepted_only_if_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownDifference(recipe="quickstart", method="van", metric="A_T", explanation="why", experiment="how")
+    monkeypatch.setattr(verify, "known_differences", lambda name: [known] if name == "quickstart" else [])
+    assert made(tmp_path / "a", monkeypatch, {"A_T": [0.9, 0.01]}).accepted
+    assert not made(tmp_path / "b", monkeypatch, {"A_T": [0.9, 0.01], "F_T": [0.9, 0.01]}).accepted
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "judgement"),
+    [
+        ("diverged", {"diverged": True}, "reproduced"),
+        ("diverged", {}, "differs"),
+        ({"A_T": [0.5, 0.01]}, {"diverged": True}, "differs"),
+        ("out of memory", {"failed": "OutOfMemoryError: too large"}, "reproduced"),
+        ("out of memory", {}, "differs"),
+        ("out of memory", {"diverged": True}, "differs"),
+        ("diverged", {"failed": "OutOfMemoryError: too large"}, "differs"),
+        ("out of memory", {"failed": "ValueError: a bug"}, "unfinished"),
+        ({"A_T": [0.5, 0.01]}, {"failed": "OutOfMemoryError: too large"}, "differs"),
+    ],
+)
+def test_failures_are_results_too(published: Any, ours: dict[str, Any], judgement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(tmp_path, monkeypatch, published, **ours)
+    assert list(judgements(found).values()) == [judgement]
+    assert found.accepted == (judgement == "reproduced")
+
+
+def test_a_study_that_is_not_finished_is_not_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, published in (("a", {"A_T": [0.5, 0.01]}), ("b", None), ("c", "diverged")):
+        found = made(tmp_path / folder, monkeypatch, published, missing=1)
+        assert list(judgements(found).values()) == ["unfinished"]
+        assert not found.accepted
+
+
+def test_published_numbers_are_not_for_a_changed_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, recipe={"memory_per_task": 7})
+    assert judgements(found) == {"–": "not published"}
+    assert found.changes == ["memory_per_task=7"]
+
+
+def test_fewer_seeds_methods_and_grid_points_are_no_change_of_the_recipe() -> None:
+    assert load("permuted-mnist", ["grids.van.learning_rate=0.03"], "van", 3).changes() == []
+    assert load("permuted-mnist", ["train_examples=1000", "options.a-gem.reference_batch=7"], "a-gem").changes() == [
+        "train_examples=1000",
+        "options.a-gem.reference_batch=7",
+    ]
+
+
+def test_the_file_of_known_differences_names_recipes_methods_and_metrics_that_exist() -> None:
+    for name in recipes.names():
+        for known in known_differences(name):
+            assert known.method in load(name).paper.published
+            assert known.metric in {*verify.CLOSE, "outcome"}
+    assert recipes.KNOWN_DIFFERENCES not in {f"{name}.toml" for name in recipes.names()}
+
+
+def test_a_folder_without_a_study_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no study"):
+        verdicts(tmp_path)

@@ -1,0 +1,230 @@
+"""Checkpoints: a run that was interrupted ends as if it had not been, and a damaged checkpoint is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from onepass.learners import METHODS
+from onepass.metrics import Record
+from onepass.protocol import Run, Setup, Snapshot, train
+from onepass.studies import checkpoint
+from onepass.studies.checkpoint import Checkpoints
+from onepass.studies.files import canonical, digest
+from toys import ToyStream, mutated
+
+SETUP = Setup(hidden=(8,), memory_per_task=6)
+
+
+class StopHereError(Exception):
+    pass
+
+
+class Interrupting(Checkpoints):
+    """Checkpoints that kill the run right after one of them was written."""
+
+    def __init__(self, folder: Path, every: int, after: int) -> None:
+        super().__init__(folder, "fleet", every)
+        self._left = after
+
+    def keep(self, snapshot: Snapshot) -> None:
+        super().keep(snapshot)
+        self._left -= 1
+        if self._left == 0:
+            raise StopHereError
+
+
+def runs(name: str, count: int) -> list[Run]:
+    hyper = {"learning_rate": 0.2, "strength": 3.0}
+    return [Run(seed, {key: hyper[key] for key in METHODS[name].hyperparameters}) for seed in range(count)]
+
+
+def learn(name: str, keeper: Checkpoints | None, count: int = 3, ragged: bool = True, setup: Setup = SETUP) -> list[Record]:
+    return train(ToyStream(ragged), "ev", METHODS[name], runs(name, count), setup, keeper=keeper)
+
+
+def assert_same(found: list[Record], expected: list[Record]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.same_as(other)
+        assert one.state_bytes == other.state_bytes
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_run_that_is_interrupted_anywhere_ends_bit_identical(name: str, count: int, tmp_path: Path) -> None:
+    expected = learn(name, None, count)
+    for stop in (2, 5):  # between tasks and in the middle of one
+        folder = tmp_path / str(stop)
+        with pytest.raises(StopHereError):
+            learn(name, Interrupting(folder, every=3, after=stop), count)
+        assert_same(learn(name, Checkpoints(folder, "fleet", every=3), count), expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resumed_parameters_are_bit_identical(name: str, tmp_path: Path) -> None:
+    """Records could agree by luck: compare the last checkpoints themselves."""
+    learn(name, Checkpoints(tmp_path / "whole", "fleet", every=3))
+    for stop in range(1, 12, 3):
+        try:
+            learn(name, Interrupting(tmp_path / "cut", every=3, after=stop))
+        except StopHereError:
+            continue
+    learn(name, Checkpoints(tmp_path / "cut", "fleet", every=3))
+    whole, cut = (Checkpoints(tmp_path / folder, "fleet").last() for folder in ("whole", "cut"))
+    assert whole is not None
+    assert cut is not None
+    assert (whole.phase, whole.batches) == (cut.phase, cut.batches)
+    assert whole.tensors.keys() == cut.tensors.keys()
+    for key, tensor in whole.tensors.items():
+        if key != "memory.x":  # its last place takes what is thrown away
+            assert torch.equal(tensor.nan_to_num(), cut.tensors[key].nan_to_num()), key
+        else:
+            assert torch.equal(tensor[:, :-1], cut.tensors[key][:, :-1])
+
+
+@pytest.mark.parametrize("policy", ["ring", "reservoir", "class-reservoir"])
+@pytest.mark.parametrize("current", [False, True])
+def test_every_kind_of_memory_resumes(policy: str, current: bool, tmp_path: Path) -> None:
+    setup = replace(SETUP, memory=policy, memory_includes_current_task=current, memory_with_replacement=current)  # type: ignore[arg-type]
+    expected = learn("a-gem", None, setup=setup)
+    with pytest.raises(StopHereError):
+        learn("a-gem", Interrupting(tmp_path, every=4, after=3), setup=setup)
+    assert_same(learn("a-gem", Checkpoints(tmp_path, "fleet", every=4), setup=setup), expected)
+
+
+def test_a_diverged_row_stays_diverged_after_resuming(tmp_path: Path) -> None:
+    rows = [Run(0, {"learning_rate": 0.2}), Run(1, {"learning_rate": 1e9})]
+
+    def go(keeper: Checkpoints | None) -> list[Record]:
+        return train(ToyStream(), "ev", METHODS["van"], rows, SETUP, keeper=keeper)
+
+    expected = go(None)
+    assert [record.diverged for record in expected] == [False, True]
+    with pytest.raises(StopHereError):
+        go(Interrupting(tmp_path, every=4, after=3))
+    assert_same(go(Checkpoints(tmp_path, "fleet", every=4)), expected)
+
+
+def test_checkpoints_nobody_asked_for_are_written_at_task_ends_only_and_cost_half_a_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    keeper = Checkpoints(tmp_path, "fleet")
+    now += checkpoint.PATIENCE - 1
+    assert not keeper.due(0)
+    now += 1
+    assert keeper.due(0)
+    assert not keeper.due(7)
+    write = checkpoint.write
+
+    def slow(path: Path, content: bytes) -> None:
+        nonlocal now
+        now += 1
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    keeper.keep(SNAPSHOT)  # two files: two seconds
+    now += 2 / checkpoint.SHARE - 1
+    assert not keeper.due(0)
+    now += 1
+    assert keeper.due(0)
+
+
+SNAPSHOT = Snapshot(1, 4, {"theta": torch.arange(12.0).view(3, 4), "alive": torch.tensor([True, False])}, {"seconds": 0.1})
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_two_are_kept_and_nothing_temporary_is_left(tmp_path: Path) -> None:
+    keeper = Checkpoints(tmp_path, "fleet")
+    for batches in (4, 8, 12):
+        keeper.keep(replace(SNAPSHOT, batches=batches))
+    assert kept(tmp_path) == ["0001-00000008.json", "0001-00000008.safetensors", "0001-00000012.json", "0001-00000012.safetensors"]
+
+
+def two(folder: Path) -> Checkpoints:
+    keeper = Checkpoints(folder, "fleet")
+    keeper.keep(SNAPSHOT)
+    keeper.keep(replace(SNAPSHOT, batches=8))
+    return keeper
+
+
+def harm_tensors(folder: Path) -> None:
+    path = folder / "0001-00000008.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def harm_json(folder: Path) -> None:
+    path = folder / "0001-00000008.json"
+    path.write_bytes(path.read_bytes().replace(b'"batches":8', b'"batches":9'))
+
+
+def other_configuration(folder: Path) -> None:
+    rewrite(folder, fleet="another")
+
+
+def other_format(folder: Path) -> None:
+    rewrite(folder, format=99)
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    path = folder / "0001-00000008.json"
+    about = json.loads(path.read_text()) | changes
+    del about["checksum"]
+    path.write_text(canonical(about | {"checksum": digest(canonical(about))}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (harm_tensors, "0001-00000008.safetensors is missing, truncated or altered"),
+        (harm_json, "it was altered"),
+        (lambda folder: (folder / "0001-00000008.safetensors").unlink(), "is missing"),
+        (lambda folder: (folder / "0001-00000008.json").write_bytes(b""), "damaged"),
+        (lambda folder: (folder / "0001-00000008.json").write_bytes(b"[" * 100_000), "damaged"),
+        (other_configuration, "another configuration"),
+        (other_format, "its format is 99"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_with_its_reason_and_the_one_before_is_used(
+    harm: Callable[[Path], None], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = two(tmp_path)
+    harm(tmp_path)
+    found = keeper.last()
+    assert found is not None
+    assert found.batches == 4
+    assert reason in caplog.text
+
+
+def test_without_a_sound_checkpoint_there_is_none(tmp_path: Path) -> None:
+    keeper = two(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    assert keeper.last() is None
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_checkpoint_with_any_mutation_is_refused_or_unharmed(suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    keeper = two(tmp_path)
+    path = tmp_path / f"0001-00000008.{suffix}"
+    sound, random_ = path.read_bytes(), random.Random(suffix)
+    refused = 0
+    for _ in range(400):
+        path.write_bytes(mutated(sound, random_))
+        found = keeper.last()
+        assert found is not None
+        assert all(torch.equal(found.tensors[key], tensor) for key, tensor in SNAPSHOT.tensors.items())
+        assert found.numbers == SNAPSHOT.numbers
+        refused += found.batches == 4
+        assert found.batches == 4 or path.read_bytes() == sound or suffix == "json"  # JSON has white space that means nothing
+    assert refused > 380

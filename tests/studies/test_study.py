@@ -1,0 +1,354 @@
+"""Running a study: only what is missing, in the same fleets, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from onepass.errors import InputError
+from onepass.learners import METHODS
+from onepass.protocol import Run, Setup, train
+from onepass.report import status
+from onepass.studies import packing, study, work
+from onepass.studies.executors import Trained, WorkerDiedError, executor
+from onepass.studies.files import StorageError
+from onepass.studies.recipe import Recipe, grown, load, united
+from onepass.studies.results import Result, cross_validation
+from onepass.studies.store import FILE, Store
+from onepass.studies.study import Means
+from toys import Silent, ToyStream
+
+CHANGES = ["train_examples=30", "test_examples=20", "hidden=[16]", "grids.van.learning_rate=[0.1, 0.001]", "grids.a-gem.learning_rate=0.1"]
+
+
+def small(methods: str = "van", seeds: int = 2, changes: list[str] | None = None) -> Recipe:
+    return load("quickstart", CHANGES + (changes or []), methods, seeds)
+
+
+class Scripted:
+    """Trains at once, in this thread, after asking a script whether to."""
+
+    def __init__(self, script: Callable[[work.Job], Exception | None] = lambda _: None) -> None:
+        self.jobs: list[work.Job] = []
+        self._script = script
+
+    def submit(self, job: work.Job) -> Future[Trained]:
+        self.jobs.append(job)
+        done: Future[Trained] = Future()
+        error = self._script(job)
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(work.work(job))
+        return done
+
+    def steps(self) -> int:
+        return 0
+
+
+def go(
+    folder: Path, asked: Recipe, script: Callable[[work.Job], Exception | None] = lambda _: None, workers: int = 2
+) -> tuple[dict[str, Result], Silent]:
+    observer = Silent()
+    with study.opened(folder, asked) as (store, recipe):
+        found = study.run(recipe, store, Means(workers=workers, checkpoint_every=2), Scripted(script), observer)  # type: ignore[arg-type]
+    return found, observer
+
+
+def same(one: dict[str, Result], other: dict[str, Result]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].hyperparameters == other[name].hyperparameters
+        and len(one[name].records) == len(other[name].records) > 0
+        and all(a.same_as(b) for a, b in zip(one[name].records, other[name].records, strict=True))
+        for name in one
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return go(tmp_path_factory.mktemp("expected"), small("van,a-gem"))[0]
+
+
+def test_a_study_that_is_stopped_after_any_fleet_does_the_rest_and_ends_bit_identical(expected: dict[str, Result], tmp_path: Path) -> None:
+    stored: list[str] = []
+    for allowed in (1, 2, 1):
+        left = allowed
+
+        def stop_later(_: work.Job) -> Exception | None:
+            nonlocal left
+            left -= 1
+            return None if left >= 0 else StorageError("the disk is full")
+
+        with pytest.raises(StorageError):
+            go(tmp_path, small("van,a-gem"), stop_later)
+        with Store.read(tmp_path) as store:
+            assert set(stored) < set(store.contents.records)
+            stored = list(store.contents.records)
+    found, observer = go(tmp_path, small("van,a-gem"), workers=1)
+    assert same(found, expected)
+    assert set(stored).isdisjoint(observer.stored_units)
+    assert len(observer.stored_units) + len(stored) == 2 + 2 + 1 + 2
+
+
+def test_one_more_method_or_seed_adds_just_that(expected: dict[str, Result], tmp_path: Path) -> None:
+    _, first = go(tmp_path, small("van", 2))
+    assert len(first.stored_units) == 2 + 2
+    found, second = go(tmp_path, small("a-gem", 2))
+    assert len(second.stored_units) == 1 + 2
+    assert same(found, expected)
+    _, third = go(tmp_path, small("van", 3))
+    assert len(third.stored_units) == 2  # a seed for each of two methods
+    found, fourth = go(tmp_path, small("van", 1))
+    assert fourth.stored_units == []
+    assert len(found["van"].records) == 3
+
+
+def test_a_larger_grid_is_tried_and_chosen_from(tmp_path: Path) -> None:
+    found, _ = go(tmp_path, small(changes=["train_examples=100", "grids.van.learning_rate=0.0001"]))
+    assert found["van"].hyperparameters == {"learning_rate": 0.0001}
+    found, more = go(tmp_path, small(changes=["train_examples=100", "grids.van.learning_rate=[0.0001, 0.1]"]))
+    assert found["van"].hyperparameters == {"learning_rate": 0.1}
+    assert len(more.stored_units) == 1 + 2
+
+
+def test_a_study_never_becomes_another_one(tmp_path: Path) -> None:
+    go(tmp_path, small(seeds=1))
+    before = (tmp_path / FILE).read_bytes()
+    for changes, reason in (
+        (["batch_size=5"], "batch_size = 10, not 5"),
+        (["train_examples=31"], "stream_options"),
+        (["grids.van.learning_rate=0.1"], "has tried learning_rate=0.001 of van"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            go(tmp_path, small(changes=changes))
+    with pytest.raises(InputError, match="name = 'quickstart'"):
+        go(tmp_path, load("split-digits"))
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_options_of_a_method_may_change_only_before_it_has_begun() -> None:
+    stored = small("van")
+    asked = small("van,a-gem", changes=["options.a-gem.reference_batch=9"])
+    assert grown(stored, asked).method_options("a-gem").reference_batch == 9
+    with pytest.raises(InputError, match="other options of a-gem"):
+        united(small("a-gem"), asked)
+
+
+def test_the_stored_plan_decides_the_fleets_and_not_the_workers_of_today(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        go(tmp_path, small(changes=["cv_seeds=3"]), lambda _: StorageError("stop"), workers=3)
+    executor_ = Scripted()
+    with study.opened(tmp_path, small(changes=["cv_seeds=3"])) as (store, recipe):
+        study.run(recipe, store, Means(workers=1), executor_, Silent())  # type: ignore[arg-type]
+    assert [len(job.units) for job in executor_.jobs if job.part == "cv"] == [2, 2, 2]
+
+
+def test_a_fleet_that_fails_three_times_is_recorded_with_its_traceback_and_the_others_go_on(tmp_path: Path) -> None:
+    tries = 0
+
+    def fail(job: work.Job) -> Exception | None:
+        nonlocal tries
+        if job.method != "van" or job.units[0].hyperparameters["learning_rate"] != 0.001:
+            return None
+        tries += 1
+        try:
+            raise ZeroDivisionError("a bug")
+        except ZeroDivisionError as error:
+            return error
+
+    found, observer = go(tmp_path, small("van,a-gem"), fail)
+    assert tries == 3
+    assert observer.troubles == ["a bug, 2 attempts left", "a bug, 1 attempts left", "a bug, given up"]
+    assert found["van"].hyperparameters == {"learning_rate": 0.1}, "chosen from the grid points that are left"
+    assert len(found["van"].records) == len(found["a-gem"].records) == 2
+    (text,) = found["van"].failed.values()
+    assert text.startswith("Traceback")
+    assert "ZeroDivisionError: a bug" in text
+    again, observer = go(tmp_path, small("van,a-gem"))
+    assert len(observer.stored_units) == 1, "giving the command again tries again"
+    assert not again["van"].failed
+
+
+def test_a_fleet_whose_worker_died_is_given_to_another(expected: dict[str, Result], tmp_path: Path) -> None:
+    died: set[str] = set()
+
+    def die_once(job: work.Job) -> Exception | None:
+        if job.name in died:
+            return None
+        died.add(job.name)
+        return WorkerDiedError("killed")
+
+    found, observer = go(tmp_path, small("van,a-gem"), die_once)
+    assert same(found, expected)
+    assert len(observer.troubles) == len(died) > 3
+
+
+def test_a_fleet_that_does_not_fit_is_split_until_it_does(tmp_path: Path) -> None:
+    script = lambda job: work.OutOfMemoryError("too large") if len(job.units) > 1 else None  # noqa: E731
+    asked = small(seeds=1, changes=["cv_seeds=4"])
+    found, observer = go(tmp_path, asked, script, workers=1)
+    assert [trouble.split(",")[0] for trouble in observer.troubles] == ["out of memory with 8 runs side by side"] + (
+        ["out of memory with 4 runs side by side"] * 2 + ["out of memory with 2 runs side by side"] * 4
+    )
+    assert len(found["van"].records) == 1
+    with Store.read(tmp_path) as store:
+        fleets = [store.contents.entries[unit.id].fleet for unit in cross_validation(asked, "van")]
+    assert len(set(fleets)) == 8
+
+
+def test_a_single_run_that_does_not_fit_fails(tmp_path: Path) -> None:
+    found, _ = go(tmp_path, small("van,a-gem", 1), lambda job: work.OutOfMemoryError("too large") if job.method == "van" else None)
+    assert len(found["van"].failed) == 2
+    assert all("OutOfMemoryError" in text for text in found["van"].failed.values())
+    assert len(found["a-gem"].records) == 1
+
+
+@pytest.mark.parametrize(
+    "reason", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_running_out_of_memory_is_recognised(reason: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise reason
+
+    monkeypatch.setattr(work, "train", fail)
+    job = work.Job(small(), "van", "cv", tuple(cross_validation(small(), "van")), None, "cpu")
+    with pytest.raises(work.OutOfMemoryError):
+        work.work(job)
+    monkeypatch.setattr(work, "train", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        work.work(job)
+
+
+def test_checkpoints_are_gone_when_their_fleet_is_stored(tmp_path: Path) -> None:
+    go(tmp_path, small())
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_fleet_is_never_used(tmp_path: Path) -> None:
+    go(tmp_path, small())
+    jobs = [
+        work.Job(small(changes=[change]), "van", "cv", tuple(cross_validation(small(changes=[change]), "van")), None, "cpu", str(tmp_path))
+        for change in ("batch_size=10", "batch_size=5")
+    ]
+    assert jobs[0].name != jobs[1].name
+    assert work.Job(small(), "van", "cv", jobs[0].units, None, "cpu", str(tmp_path / "nowhere")).checkpoints() is None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_thread_and_local_processes_give_the_same_records(workers: int, expected: dict[str, Result], tmp_path: Path) -> None:
+    with study.opened(tmp_path, small("van,a-gem")) as (store, recipe), executor(workers, 1) as where:
+        found = study.run(recipe, store, Means(workers=2), where, Silent())
+        assert where.steps() > 0
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_different_packings_agree_within_rounding_over_twenty_steps(name: str) -> None:
+    hyper = {"learning_rate": 0.1, "strength": 3.0}
+    rows = [Run(seed, {key: hyper[key] * (1 + seed) / 2 for key in METHODS[name].hyperparameters}) for seed in range(4)]
+    found: dict[int, list[torch.Tensor]] = {}
+    for size in (1, 2, 4):
+        found[size] = [row for start in range(0, 4, size) for row in parameters_after_20_steps(name, rows[start : start + size])]
+    for size in (1, 2):
+        for one, other in zip(found[size], found[4], strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+            assert not torch.equal(one, torch.zeros_like(one))
+
+
+def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
+    from onepass.protocol import assemble
+
+    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS[name], rows, Setup(hidden=(8,), memory_per_task=6))
+    steps = 0
+    for phase in range(feed.phases):
+        learner.begin_task(phase)
+        for batch in feed.batches(phase):
+            if steps < 20:
+                fleet.learn(learner, batch)
+            steps += 1
+        learner.end_task()
+    return list(fleet.theta.clone())
+
+
+def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small()
+    stream = work.open_stream(recipe, None)
+    need = packing.bytes_a_row(stream, recipe, "van", "ev")
+    assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == packing.MOST_ROWS["cpu"]
+    monkeypatch.setattr(packing, "_memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
+    assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 5
+    monkeypatch.setattr(packing, "_memory", lambda _: 1)
+    assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 1
+
+
+def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small("van,ewc,a-gem")
+    stream = work.open_stream(recipe, None)
+    need = {name: packing.bytes_a_row(stream, recipe, name, "ev") for name in recipe.methods}
+    parameters = 4 * (64 * 16 + 16 + 16 * 10 + 10)
+    assert need["van"] > 4 * parameters
+    assert need["ewc"] - need["van"] >= 4 * parameters
+    larger = packing.bytes_a_row(stream, small("a-gem", changes=["memory_per_task=1000"]), "a-gem", "ev")
+    assert larger - need["a-gem"] >= 17 * 900 * 64
+
+
+def test_one_fleet_a_gpu_at_a_time(tmp_path: Path) -> None:
+    files = [tmp_path / "gpu0", tmp_path / "gpu1"]
+
+    def opened() -> list[int]:
+        return [os.open(path, os.O_RDWR | os.O_CREAT) for path in files]
+
+    first, second, third = opened(), opened(), opened()
+    assert work._first_free(first) == 0
+    assert work._first_free(second) == 1
+    waited: list[int] = []
+    thread = threading.Thread(target=lambda: waited.append(work._first_free(third)))
+    thread.start()
+    time.sleep(0.3)
+    assert waited == []
+    os.close(second[1])
+    thread.join(timeout=5)
+    assert waited == [1]
+
+
+def shown(folder: Path) -> str:
+    console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    status.show(folder, console)
+    return console.export_text()
+
+
+def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        go(tmp_path, small("van,a-gem"), lambda job: StorageError("full") if job.method == "van" else None)
+    text = shown(tmp_path)
+    assert "nobody is working on it: go on with 'onepass run --out" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(("van", "a-gem"))}
+    assert rows == {"van": ["0/2", "0/2"], "a-gem": ["1/1", "0/2"]}
+    with Store.write_to(tmp_path) as store:
+        planned = next(iter(store.open_fleets().values()))[0].unit
+        store.fail([planned.id], "Traceback\nValueError: a bug")
+        now = {"began": time.time() - 60, "steps": 100, "total": 300, "running": {"some": "a-gem"}}
+        (tmp_path / study.PROGRESS).write_text(json.dumps(now))
+        text = shown(tmp_path)
+        assert "1 of 7 units done, 1 running, 1 failed; about 2 min left" in text
+        assert f"{planned.id} (van): ValueError: a bug" in text
+        (tmp_path / study.PROGRESS).write_text("{")
+        assert "not known yet" in shown(tmp_path)
+    assert study.PROGRESS == status.PROGRESS
+
+
+def test_snapshots_do_not_change_what_is_learnt(tmp_path: Path) -> None:
+    rows = [Run(0, {"learning_rate": 0.1})]
+    job = work.Job(small(), "van", "cv", tuple(cross_validation(small(), "van"))[:1], None, "cpu")
+    plain = train(work.open_stream(small(), None), "cv", METHODS["van"], rows, small().setup())
+    assert np.array_equal(work.work(job)[0][0].accuracy, plain[0].accuracy)
