@@ -33,12 +33,12 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def workers_of(driver: int) -> list[int]:
-    """The worker processes of a driver: its children that Python's spawn started, its tracker of shared resources aside."""
+    """The worker processes of a driver: the copies of its fork server."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == driver and b"spawn_main" in (path / "cmdline").read_bytes():
+            parent, group = (int(word) for word in (path / "stat").read_text().rpartition(")")[2].split()[1:3])
+            if group == driver != parent and b"forkserver" in (path / "cmdline").read_bytes():
                 found.append(int(path.name))
         except OSError:  # gone in the meantime
             continue

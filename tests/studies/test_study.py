@@ -38,6 +38,8 @@ def small(methods: str = "van", seeds: int = 2, changes: list[str] | None = None
 class Scripted:
     """Trains at once, in this thread, after asking a script whether to."""
 
+    slots = 1
+
     def __init__(self, script: Callable[[work.Job], Exception | None] = lambda _: None) -> None:
         self.jobs: list[work.Job] = []
         self._script = script

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from onepass.draws import Purpose, Source
+from onepass.errors import InputError
 from onepass.streams.base import PermutedStream, Pool, SplitStream
 
 TEST_IMAGES = 360
@@ -17,11 +21,18 @@ TEST_IMAGES = 360
 @cache
 def _images() -> tuple[Tensor, Tensor]:
     """Images `[1797, 8, 8]` as bytes from 0 to 16, and digits; shuffled once, for everybody in the same way, test images last."""
-    from sklearn.datasets import load_digits
+    table = torch.from_numpy(np.loadtxt(_file(), delimiter=",", dtype=np.uint8))
+    order = Source([0], Purpose.SPLIT).permutation(0, [len(table)])[0]
+    return table[order, :-1].view(-1, 8, 8), table[order, -1].long()
 
-    digits = load_digits()
-    order = Source([0], Purpose.SPLIT).permutation(0, [len(digits.images)])[0]
-    return torch.from_numpy(digits.images).to(torch.uint8)[order], torch.from_numpy(digits.target).long()[order]
+
+def _file() -> Path:
+    # Read as a file, since importing scikit-learn takes a second, in every process.
+    found = find_spec("sklearn")
+    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz" if found and found.submodule_search_locations else None
+    if path is None or not path.is_file():
+        raise InputError("the digits of scikit-learn are not there: install scikit-learn")
+    return path
 
 
 @dataclass(frozen=True)

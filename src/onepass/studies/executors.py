@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,9 @@ class WorkerDiedError(Exception):
 
 
 class Executor(Protocol):
-    """Somewhere to train fleets."""
+    """Somewhere to train fleets, `slots` of them at a time."""
+
+    slots: int
 
     def submit(self, job: Job) -> Future[Trained]: ...
     def steps(self) -> int: ...  # run-steps done so far, where it can be known
@@ -52,6 +55,7 @@ class _InProcess:
     """Trains in this process, beside the thread that watches."""
 
     def __init__(self, threads: int) -> None:
+        self.slots = 1
         self._steps, self._stopped = 0, False
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -77,7 +81,11 @@ class _Processes:
     """Trains in worker processes. Each belongs to a pool of its own, so that one that dies takes no other fleet with it."""
 
     def __init__(self, workers: int, threads: int) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # Workers are copies of a process that has imported everything already, so each, and each that replaces a dead one, starts at once.
+        # A GPU is safe: that process never touches one.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["onepass.studies.work", "torch._dynamo"])  # tracing imports the latter, which takes a second
+        self.slots = workers
         self._threads = threads
         self._own = threading.local()  # each thread here leads one worker
         self._pools: list[ProcessPoolExecutor] = []
@@ -86,14 +94,7 @@ class _Processes:
         self._stopped = False
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
         self._leaders = ThreadPoolExecutor(workers, initializer=_hold_interrupts)
-        together = threading.Barrier(workers)  # makes each leader take one of these
-        for _ in range(workers):
-            self._leaders.submit(self._start, together)
-
-    def _start(self, together: threading.Barrier) -> None:
-        """Start a worker before there is work: it takes seconds to import torch."""
-        together.wait()
-        self._pool().submit(_ready)
+        self._leaders.submit(forkserver.ensure_running)  # it takes seconds: now, while the driver plans
 
     def submit(self, job: Job) -> Future[Trained]:
         return self._leaders.submit(self._lead, job)
@@ -126,9 +127,8 @@ class _Processes:
             self._stopped = True
         self._leaders.shutdown(wait=not at_once, cancel_futures=True)
         for pool in self._pools:
-            if at_once:
-                for process in list((pool._processes or {}).values()):  # terminate_workers() from Python 3.14 on
-                    process.terminate()
+            for process in list((pool._processes or {}).values()):  # terminate_workers() from Python 3.14 on
+                process.terminate()  # they have nothing to do any more, and would take a second to say good-bye
             pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -146,10 +146,6 @@ def _start_worker(counter: Any, threads: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     keep_freed_memory()
-
-
-def _ready() -> None:
-    pass  # tracing needs it, and it takes another second
 
 
 def _end_with_parent() -> None:
@@ -179,11 +175,13 @@ class _Cluster:
             self._client = Client(scheduler, timeout=10, set_as_default=False)
         except (OSError, ValueError, TimeoutError) as reason:
             raise InputError(f"no Dask scheduler answers at {scheduler} ({reason}): start one, or leave out --scheduler") from None
+        self.slots = sys.maxsize  # the scheduler knows its workers, which come and go
         self._threads = threads
         self._futures: list[Any] = []
 
     def submit(self, job: Job) -> Future[Trained]:
         done: Future[Trained] = Future()
+        done.set_running_or_notify_cancel()
         remote = self._client.submit(_work_on_cluster, job, self._threads, key=f"onepass-{job.method}-{job.name}-{len(self._futures)}", pure=False)
         self._futures.append(remote)
         remote.add_done_callback(lambda finished: _pass_on(finished, done))

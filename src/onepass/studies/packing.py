@@ -7,6 +7,7 @@ same way, and the plan is stored with the study anyway: different packings agree
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +20,14 @@ from onepass.learners import method
 from onepass.protocol import Run, assemble, grid_points
 from onepass.streams.base import Part, Stream
 from onepass.streams.batch import Batch
+from onepass.streams.feed import Feed
 from onepass.studies.recipe import Recipe
 
 MOST_ROWS = {"cpu": 64, "cuda": 256}  # beyond that a run-step gets no cheaper, and a failure costs more
+STEP, STATE = 15, 3  # a step costs as much as so many examples more, and each tensor of the method's state as so many again
 SHARE = 0.5  # of the memory may be filled by plan; what is left is for the data and for what was not counted
+
+PARTS: tuple[Part, Part] = ("cv", "ev")
 
 Item = TypeVar("Item")
 
@@ -36,13 +41,32 @@ def deal(items: Sequence[Item], fleets: int) -> list[list[Item]]:
     return [list(items[i::fleets]) for i in range(fleets)]
 
 
-def fleets(count: int, most_rows: int, workers: int) -> int:
-    """How many fleets `count` runs make: one a worker, and more where they would not fit.
+def plan(stream: Stream, recipe: Recipe, device: str, workers: int) -> dict[str, dict[Part, list[int]]]:
+    """For each method and part: into how many fleets its runs are dealt at least, and how many runs one fleet may hold at most.
 
-    >>> fleets(40, most_rows=64, workers=2), fleets(40, most_rows=10, workers=2), fleets(1, most_rows=64, workers=2)
+    A method gets as many workers as its share of the study's work deserves: fewer fleets of more runs cost less in all, but no worker shall
+    wait for the longest method in the end. The parts of a method follow each other, so both are dealt in the same way.
+    """
+    costs = {name: cost(stream, recipe, name) for name in recipe.methods}
+    least = {name: math.ceil(workers * costs[name] / sum(costs.values())) for name in recipe.methods}
+    return {name: {part: [least[name], most_rows(stream, recipe, name, part, device, workers)] for part in PARTS} for name in recipe.methods}
+
+
+def fleets(count: int, least: int, most_rows: int) -> int:
+    """How many fleets `count` runs make.
+
+    >>> fleets(40, least=2, most_rows=64), fleets(40, least=2, most_rows=10), fleets(1, least=2, most_rows=64)
     (2, 4, 1)
     """
-    return max(min(workers, count), -(-count // most_rows))
+    return max(min(least, count), -(-count // most_rows))
+
+
+def cost(stream: Stream, recipe: Recipe, name: str) -> int:
+    """The work of a method, in examples: what a step costs besides them, and what state costs, are measured equivalents."""
+    runs = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
+    steps = sum(runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps() for part in PARTS)
+    examples = recipe.batch_size + getattr(recipe.method_options(name), "reference_batch", 0)
+    return steps * (STEP + examples + STATE * len(method(name).learner.keeps))
 
 
 def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:

@@ -27,13 +27,13 @@ from onepass.streams.feed import Feed
 from onepass.studies import packing
 from onepass.studies.executors import Executor, Trained
 from onepass.studies.files import TEMPORARY, canonical
+from onepass.studies.packing import PARTS
 from onepass.studies.recipe import Recipe, from_stored, grown
 from onepass.studies.results import Result, cross_validation, evaluation, result
 from onepass.studies.store import Provenance, Store, Unit
 from onepass.studies.work import Job, OutOfMemoryError, open_stream
 
 ATTEMPTS = 3  # then a fleet has failed
-PARTS: tuple[Part, Part] = ("cv", "ev")
 PROGRESS = "progress.json"
 
 
@@ -96,23 +96,24 @@ class _Study:
     def __init__(self, recipe: Recipe, store: Store, means: Means, source: Stream, executor: Executor, observer: Observer) -> None:
         self.recipe, self.store, self.means, self.source = recipe, store, means, source
         self.executor, self.observer = executor, observer
+        self._waiting: list[Job] = []
         self._running: dict[Future[Trained], Job] = {}
         self._failures: Counter[str] = Counter()
         self._chosen: set[str] = set()  # methods whose choice was announced
         pairs = [(name, part) for name in recipe.methods for part in PARTS]
         self._steps = {(name, part): self._steps_of(name, part) for name, part in pairs}
-        # Now, and not when it is needed: it builds models, and beside a fleet that trains in this process it would share its random seed.
-        self._rows = {(name, part): packing.most_rows(source, recipe, name, part, means.device, means.workers) for name, part in pairs}
+        self._costs = {name: packing.cost(source, recipe, name) for name in recipe.methods}
+        self._packing = self._packing_of_all()
         self._done = 0  # run-steps of finished fleets: all that is known of workers far away
         self._total = sum(self._missing_steps(name) for name in recipe.methods)
         self._progress = _Progress(store.folder / PROGRESS, self._total)
 
     def go(self) -> None:
-        # Methods with a memory take longest: they go first, so that no worker waits for them in the end.
-        for name in sorted(self.recipe.methods, key=lambda n: not method(n).learner.needs_memory):
+        for name in self.recipe.methods:
             self._advance(name)
         try:
-            while self._running:
+            while self._waiting or self._running:
+                self._start()
                 done, _ = wait(self._running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in done:
                     self._take(self._running.pop(future), future)
@@ -123,11 +124,29 @@ class _Study:
         finally:
             self._progress.remove()
 
+    def _start(self) -> None:
+        """Give the executor as many fleets as it can train, those of the longest method first, so that no worker waits for it in the end."""
+        self._waiting.sort(key=lambda job: -self._costs[job.method])
+        while self._waiting and len(self._running) < self.executor.slots:
+            job = self._waiting.pop(0)
+            self._running[self.executor.submit(job)] = job
+
     def _keep_what_is_finished(self) -> None:
         for future, job in self._running.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 with suppress(InputError):  # the disk is full: nothing more can be kept
                     self._keep(job, *future.result())
+
+    def _packing_of_all(self) -> dict[str, dict[Part, list[int]]]:
+        """How runs are packed is decided when a method is new, for both its parts, and stored.
+
+        All of it now, not when it is needed: it builds models, and beside a fleet that trains in this process it would share its random seed.
+        """
+        known = self.store.contents.study.get("packing", {})
+        if any(name not in known for name in self.recipe.methods):
+            known = packing.plan(self.source, self.recipe, self.means.device, self.means.workers) | known
+            self.store.note(packing=known)
+        return dict(known)
 
     def _show(self) -> None:
         jobs = [job for future, job in self._running.items() if future.running()]
@@ -163,7 +182,7 @@ class _Study:
         """Plan what has no place yet and submit the fleets that are not finished; False if there are none."""
         new = [unit for unit in wanted if unit.id not in self.store.contents.entries]
         if new:
-            self.store.plan(packing.deal(new, packing.fleets(len(new), self._rows[name, part], self.means.workers)))
+            self.store.plan(packing.deal(new, packing.fleets(len(new), *self._packing[name][part])))
         ours = {unit.id for unit in wanted}
         fleets = [[entry.unit for entry in fleet if entry.unit.id in ours] for fleet in self.store.open_fleets().values()]
         for units in filter(None, fleets):
@@ -172,8 +191,7 @@ class _Study:
 
     def _submit(self, name: str, part: Part, units: list[Unit]) -> None:
         folder = str(self.store.folder.absolute()) if self.means.keep else None
-        job = Job(self.recipe, name, part, tuple(units), self.means.data, self.means.device, folder, self.means.checkpoint_every)
-        self._running[self.executor.submit(job)] = job
+        self._waiting.append(Job(self.recipe, name, part, tuple(units), self.means.data, self.means.device, folder, self.means.checkpoint_every))
 
     # ---- what came out
 
@@ -187,7 +205,7 @@ class _Study:
             self._split(job)
         else:
             self._retry(job, error)
-        if not any(other.method == job.method for other in self._running.values()):
+        if not any(other.method == job.method for other in [*self._running.values(), *self._waiting]):
             self._advance(job.method)
 
     def _keep(self, job: Job, records: list[Record], made: Provenance) -> None:
