@@ -4,7 +4,8 @@
     python benchmarks/studies.py --only size  # one of: cost, size, workers
 
 `cost` runs the quickstart in one process, where everything happens one after the other, and adds up the time spent in the store and in
-checkpoints. `size` plans a study of 10 000 units, finishes it, and asks for its status. `workers` runs the quickstart with one worker and with two, in turns.
+checkpoints. `size` plans a study of 10 000 units, finishes it, and asks for its status. `workers` runs the quickstart with one worker and
+with two, in turns.
 """
 
 from __future__ import annotations
@@ -65,9 +66,13 @@ def cost(rounds: int) -> None:
     count_time(Checkpoints, ["last", "due", "keep", "discard"], spent)
     for _ in range(rounds):
         spent.clear()
-        with tempfile.TemporaryDirectory() as folder, timed(spent, "everything"):
-            with study.opened(Path(folder) / "study", load("quickstart")) as (store, recipe), executors.executor(1, 1) as executor:
-                study.run(recipe, store, study.Means(workers=2), executor, Nobody())  # type: ignore[arg-type]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            timed(spent, "everything"),
+            study.opened(Path(folder) / "study", load("quickstart")) as (store, recipe),
+            executors.executor(1, 1) as executor,
+        ):
+            study.run(recipe, store, study.Means(workers=2), executor, Nobody())  # type: ignore[arg-type]
         total = spent.pop("everything")
         shares = ", ".join(f"{name} {100 * seconds / total:.2f} %" for name, seconds in spent.items())
         print(f"cost of durability in the quickstart ({total:.1f} s in one process): {shares}")

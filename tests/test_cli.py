@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -66,6 +67,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("run quickstart --seeds 0", "seeds=0"),
         ("run quickstart --seeds -1", "seeds=-1"),
         ("run quickstart --workers 0", "--workers 0"),
+        ("run quickstart --threads 0", "--threads 0"),
+        ("run quickstart --checkpoint-every 0", "--checkpoint-every 0"),
+        ("run", "name a recipe to run"),
+        ("run --out {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
+        ("run quickstart --scheduler nonsense", "no Dask scheduler answers at nonsense"),
+        ("run quickstart --out {tmp}/file/study", "{tmp}/file is not a folder"),
+        ("run quickstart --tensorboard {tmp}/file", "{tmp}/file is not a folder"),
+        ("status {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
+        ("status {tmp}/file", "there is no study in {tmp}/file"),
+        ("status {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
+        ("table {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
+        ("show {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
+        ("verify {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
+        ("run quickstart --out {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
+        ("merge {tmp}/new {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
+        ("table {tmp}/folder", "there is no study in {tmp}/folder"),
+        ("show {tmp}/folder some", "there is no study in {tmp}/folder"),
+        ("merge {tmp}/folder {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
+        ("merge {tmp}/folder {tmp}/folder", "cannot be merged into itself"),
+        ("verify {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
         ("run quickstart --device gpu", "cpu, cuda or auto"),
         pytest.param("run quickstart --device cuda", "--device cpu", marks=no_gpu),
         ("run quickstart --json {tmp}/file/table.json", "{tmp}/file is not a folder"),
@@ -79,11 +100,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_bad_input_is_one_sentence(command: str, mentions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
+    (tmp_path / "harmed").mkdir()
+    (tmp_path / "harmed" / "study.sqlite").write_bytes(b"SQLite format 3\0" + bytes(1000))
     line = refusal(capsys, *(word.format(tmp=tmp_path) for word in command.split()))
     assert mentions.format(tmp=tmp_path) in line
 
 
-@pytest.mark.parametrize("command", ["run", "run quickstart --sedes 3", "run quickstart --seeds some", "data get", "walk"])
+@pytest.mark.parametrize("command", ["status", "merge some", "run quickstart --sedes 3", "run quickstart --seeds some", "data get", "walk"])
 def test_wrong_usage_exits_with_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*command.split()) == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -313,3 +336,79 @@ def test_a_method_whose_whole_grid_diverges_does_not_take_the_others_with_it(tmp
     assert methods["ewc"]["A_T"]["mean"] is None
     assert methods["ewc"]["diverged_in_cross_validation"]
     assert "diverged" in capsys.readouterr().out
+
+
+def printed(*arguments: str) -> str:
+    text = StringIO()
+    with redirect_stdout(text):
+        assert exit_code(*arguments) == 0
+    return text.getvalue()
+
+
+def test_status_and_show_look_into_a_study(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
+    study = str(folder / "out")
+    assert "3 of 3 units done, 0 running, 0 failed" in printed("status", study)
+    lines = printed("show", study).splitlines()[1:]
+    assert [line.split()[1:4] for line in lines] == [["van", "cv", "0"], ["van", "ev", "0"], ["van", "ev", "1"]]
+    page = printed("show", study, lines[1].split()[0][:8])
+    assert f"A_T = {outcome[0]['methods']['van']['A_T']['values'][0]:.6g}" in page
+    assert "hyperparameters = {'learning_rate': 0.1}" in page
+    assert f"torch {torch.__version__}" in page
+    assert len(page.splitlines()[-1].split()) == len(page.partition("(rows)\n")[2].splitlines()) == 17
+
+
+def test_show_refuses_a_unit_that_is_not_there(outcome: tuple[dict[str, Any], str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'zzz' is no unit of this study" in refusal(capsys, "show", str(folder / "out"), "zzz")
+    assert "could be 3 units" in refusal(capsys, "show", str(folder / "out"), "")
+
+
+def test_a_study_goes_on_without_its_recipe_being_named(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
+    assert printed("run", "--out", str(folder / "out"), "--workers", "1") == outcome[1]
+
+
+def test_verify_says_when_nothing_is_published(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
+    text = printed("verify", str(folder / "out"))
+    assert "not published" in text
+    assert "the paper's numbers are not for this study, which has train_examples=60, test_examples=40" in text
+
+
+def test_merging_a_study_into_a_new_folder_copies_it(outcome: tuple[dict[str, Any], str], folder: Path, tmp_path: Path) -> None:
+    assert printed("merge", str(tmp_path / "all"), str(folder / "out")) == f"3 units from {folder / 'out'}\n"
+    assert printed("table", str(tmp_path / "all")) == outcome[1]
+
+
+def test_tensorboard_gets_every_unit_once(outcome: tuple[dict[str, Any], str], folder: Path, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="the extra 'track' is not installed")
+    for _ in range(2):
+        printed("run", "--out", str(folder / "out"), "--workers", "1", "--tensorboard", str(tmp_path))
+    units = [path.parent for path in tmp_path.rglob("events*")]
+    assert len(units) == len(set(units)) == 3
+    (unit,) = [path for path in units if "ev" in path.parts and "seed=0" in path.name]
+    events = accumulator.EventAccumulator(str(unit)).Reload()
+    assert len(events.Scalars("average accuracy")) == 17
+    assert events.Scalars("average accuracy")[-1].value == pytest.approx(outcome[0]["methods"]["van"]["A_T"]["values"][0])
+
+
+def limit_file_size() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # a write beyond that fails like one on a full disk
+
+
+def test_a_full_disk_is_one_sentence_and_the_study_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    command = [
+        str(Path(sys.executable).with_name("onepass")),
+        *TINY.split(),
+        "--workers",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+        "--checkpoint-every",
+        "2",
+    ]
+    failed = subprocess.run(command, preexec_fn=limit_file_size, capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "Traceback" not in failed.stderr
+    assert "(File too large): make room or choose another place, and give the same command again" in failed.stderr.splitlines()[-1]
+    assert not list(tmp_path.rglob(".partial-*"))
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "3 of 3 units done" in printed("status", str(tmp_path / "out"))

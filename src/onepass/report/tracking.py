@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import numpy as np
 
 from onepass.errors import InputError
 from onepass.metrics import Record, average_accuracy, forgetting
+from onepass.studies.files import check_writable
 from onepass.studies.store import Store, Unit
+
+log = logging.getLogger(__name__)
 
 
 class Tracking:
@@ -21,7 +25,8 @@ class Tracking:
         except ImportError:
             raise InputError("--tensorboard needs the package tensorboard: install onepass[track]") from None
         self._writer: Any = SummaryWriter
-        self._folder = folder
+        check_writable(folder / "events")
+        self._folder, self._broken = folder, False
         for name in store.contents.records:
             self.write(store.contents.entries[name].unit, store.record(name))
 
@@ -29,8 +34,15 @@ class Tracking:
         """Average accuracy, forgetting, violations a task, and the accuracy of each task, over the tasks learnt."""
         chosen = ",".join(f"{name}={value:g}" for name, value in unit.hyperparameters.items())
         folder = self._folder / unit.method / unit.part / f"{chosen},seed={unit.seed}-{unit.id}"
-        if folder.exists():
+        if folder.exists() or self._broken:
             return
+        try:
+            self._write(folder, record)
+        except OSError as reason:  # a view is not worth a study
+            self._broken = True
+            log.warning("nothing more is written to %s (%s)", self._folder, reason.strerror or reason)
+
+    def _write(self, folder: Path, record: Record) -> None:
         with self._writer(str(folder)) as writer:
             a = record.accuracy
             sequential = len(a) == a.shape[1]

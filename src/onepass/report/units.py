@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from rich.table import Table
 
 from onepass.errors import InputError
@@ -52,8 +51,8 @@ def page(folder: Path, name: str) -> str:
     lines += [f"  state_bytes = {record.state_bytes}", f"  diverged = {record.diverged}"]
     if record.violations is not None:
         lines += [f"  violations a task = {' '.join(map(str, record.violations))}"]
-    shown = np.array2string(100 * record.accuracy, precision=1, floatmode="fixed", max_line_width=10_000, threshold=100_000)
-    lines += ["", "accuracy in % on each task (columns) after each task (rows)", *(f"  {line}" for line in shown.splitlines())]
+    rows = [" ".join(f"{100 * value:5.1f}" for value in row) for row in record.accuracy]
+    lines += ["", "accuracy in % on each task (columns) after each task (rows)", *(f"  {row}" for row in rows)]
     return "\n".join(lines)
 
 

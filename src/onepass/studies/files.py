@@ -30,8 +30,9 @@ def check_writable(path: Path) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
-        if path.parent.is_file():
-            raise NotADirectoryError(f"{path.parent} is not a folder")
+        for parent in path.parents:
+            if parent.is_file():
+                raise NotADirectoryError(f"{parent} is not a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 
 from onepass.errors import InputError
 from onepass.metrics import Array, Record
-from onepass.studies.files import TEMPORARY, StorageError, cannot_write, canonical, digest, make_folder, write
+from onepass.studies.files import TEMPORARY, StorageError, cannot_write, canonical, check_writable, digest, make_folder, write
 
 FILE = "study.sqlite"
 APPLICATION = 0x6F6E6570  # "onep": what SQLite's header says the file is
@@ -139,8 +139,7 @@ class Store:
         path = folder / FILE
         if create is None and not path.is_file():
             raise no_study(folder)
-        if path.parent.exists() and not path.parent.is_dir():
-            raise InputError(f"cannot write {path} ({folder} is not a folder): choose another place")
+        check_writable(path)
         make_folder(folder / "arrays")
         lock = _take_lock(folder)
         try:
