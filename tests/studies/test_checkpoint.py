@@ -46,8 +46,8 @@ def runs(name: str, count: int) -> list[Run]:
     return [Run(seed, {key: hyper[key] for key in METHODS[name].hyperparameters}) for seed in range(count)]
 
 
-def learn(name: str, keeper: Checkpoints | None, count: int = 3, ragged: bool = True, setup: Setup = SETUP) -> list[Record]:
-    return train(ToyStream(ragged), "ev", METHODS[name], runs(name, count), setup, keeper=keeper)
+def learn(name: str, keeper: Checkpoints | None, count: int = 3, ragged: bool = True, setup: Setup = SETUP, device: str = "cpu") -> list[Record]:
+    return train(ToyStream(ragged), "ev", METHODS[name], runs(name, count), setup, keeper=keeper, device=device)
 
 
 def assert_same(found: list[Record], expected: list[Record]) -> None:
@@ -65,6 +65,16 @@ def test_a_run_that_is_interrupted_anywhere_ends_bit_identical(name: str, count:
         with pytest.raises(StopHereError):
             learn(name, Interrupting(folder, every=3, after=stop), count)
         assert_same(learn(name, Checkpoints(folder, "fleet", every=3), count), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_resumes_on_a_gpu(name: str, tmp_path: Path) -> None:
+    expected = learn(name, None, device="cuda")
+    with pytest.raises(StopHereError):
+        learn(name, Interrupting(tmp_path, every=3, after=5), device="cuda")
+    for found, whole in zip(learn(name, Checkpoints(tmp_path, "fleet", every=3), device="cuda"), expected, strict=True):
+        assert found.accuracy == pytest.approx(whole.accuracy, abs=0.05, nan_ok=True)  # sums on a GPU need not repeat bit by bit
 
 
 @pytest.mark.parametrize("name", METHODS)
