@@ -138,6 +138,15 @@ def test_a_study_never_becomes_another_one(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == before
 
 
+def test_a_study_without_results_may_become_another_one(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        go(tmp_path, small(changes=["batch_size=5"]), lambda _: StorageError("stop"))
+    found, _ = go(tmp_path, small("van", 1))
+    assert len(found["van"].records) == 1
+    with Store.read(tmp_path) as store:
+        assert {entry.unit.configuration["batch_size"] for entry in store.contents.entries.values()} == {10}
+
+
 def test_options_of_a_method_may_change_only_before_it_has_begun() -> None:
     stored = small("van")
     asked = small("van,a-gem", changes=["options.a-gem.reference_batch=9"])
@@ -168,7 +177,7 @@ def test_a_fleet_that_fails_three_times_is_recorded_with_its_traceback_and_the_o
         except ZeroDivisionError as error:
             return error
 
-    found, observer = go(tmp_path, small("van,a-gem"), fail)
+    found, observer = go(tmp_path, small("van,a-gem"), fail, workers=8)  # so many that each grid point is a fleet
     assert tries == 3
     assert observer.troubles == ["a bug, 2 attempts left", "a bug, 1 attempts left", "a bug, given up"]
     assert found["van"].hyperparameters == {"learning_rate": 0.1}, "chosen from the grid points that are left"
@@ -335,14 +344,14 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
     text = shown(tmp_path)
     assert "nobody is working on it: go on with 'onepass run --out" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(("van", "a-gem"))}
-    assert rows == {"van": ["0/2", "0/2"], "a-gem": ["1/1", "0/2"]}
+    assert rows == {"van": ["0/2", "0/2"], "a-gem": ["1/1", "2/2"]}
     with Store.write_to(tmp_path) as store:
         planned = next(iter(store.open_fleets().values()))[0].unit
         store.fail([planned.id], "Traceback\nValueError: a bug")
         now = {"began": time.time() - 60, "steps": 100, "total": 300, "running": {"some": "a-gem"}}
         (tmp_path / study.PROGRESS).write_text(json.dumps(now))
         text = shown(tmp_path)
-        assert "1 of 7 units done, 1 running, 1 failed; about 2 min left" in text
+        assert "3 of 7 units done, 1 running, 1 failed; about 2 min left" in text
         assert f"{planned.id} (van): ValueError: a bug" in text
         (tmp_path / study.PROGRESS).write_text("{")
         assert "not known yet" in shown(tmp_path)

@@ -137,8 +137,8 @@ def view(found: Verification) -> Group:
     notes = []
     if found.changes:
         notes.append(f"the paper's numbers are not for this study, which has {', '.join(found.changes)}")
-    for judgement in ("differs", "unfinished"):
-        count = sum(verdict.judgement == judgement and not verdict.accepted for verdict in found.verdicts)
-        if count:
-            notes.append(f"{count} {judgement}{' and not explained' if judgement == 'differs' else ''}")
+    for judgement, why in {"differs": "a difference that is not explained", "unfinished": "something that is not finished"}.items():
+        names = list(dict.fromkeys(v.method for v in found.verdicts if v.judgement == judgement and not v.accepted))
+        if names:
+            notes.append(f"not accepted, because of {why}: {', '.join(names)}")
     return Group(made, *(Text(note) for note in notes))

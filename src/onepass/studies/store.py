@@ -17,7 +17,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -122,11 +122,11 @@ def fleet_name(units: Sequence[str]) -> str:
 
 
 class Store:
-    """A study's results in a folder. `Store.create` and `Store.write_to` open it for the driving process, `Store.read` for anybody."""
+    """A study's results in a folder. `Store.write_to` opens it for the driving process, `Store.read` for anybody."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int | None) -> None:
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
         self.folder = folder
-        self._connection, self._lock = connection, lock
+        self._connection = connection
         self._arrays: dict[str, dict[str, NDArray[Any]]] = {}
         self.contents = self._load()
 
@@ -146,12 +146,11 @@ class Store:
             for leftover in folder.glob(f"**/{TEMPORARY}*"):
                 leftover.unlink(missing_ok=True)
             with _refusing(path):
-                connection = _open_for_writing(path, create)
-            try:
-                yield cls(folder, connection, lock)
-            finally:
-                with suppress(sqlite3.Error):
-                    connection.close()
+                connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
+            with closing(connection):
+                with _refusing(path):
+                    _begin_writing(connection, path, create)
+                yield cls(folder, connection)
         finally:
             os.close(lock)
 
@@ -162,12 +161,14 @@ class Store:
         path = folder / FILE
         if not path.is_file():
             raise no_study(folder)
+        # Without a write-ahead log beside it nobody is writing, and the file can be read as it is, even where nothing may be written.
+        alone = not path.with_name(path.name + "-wal").exists()
         with _refusing(path):
-            connection = _open_for_reading(path)
-        try:
-            yield cls(folder, connection, None)
-        finally:
-            connection.close()
+            connection = _connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}")
+        with closing(connection), closing(_connect(":memory:")) as copy:
+            with _refusing(path):
+                current = _begin_reading(connection, copy)
+            yield cls(folder, current)
 
     def _load(self) -> Contents:
         with _refusing(self.folder / FILE):
@@ -245,6 +246,15 @@ class Store:
         with self._change() as contents:
             contents.study.update(values)
             for key, value in values.items():
+                self._put("study", (key, canonical(value)))
+
+    def restart(self, **study: Any) -> None:
+        """Become another study, which only one without results may."""
+        with self._change() as contents:
+            for table in ("study", "units"):
+                self._connection.execute(f"DELETE FROM {table}")
+            contents.study, contents.entries = {**study, "counts": None}, {}
+            for key, value in study.items():
                 self._put("study", (key, canonical(value)))
 
     def plan(self, fleets: Iterable[Sequence[Unit]]) -> None:
@@ -388,61 +398,45 @@ def _take_lock(folder: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as reason:
         raise cannot_write(path, reason) from None
-    try:
-        for patience in (0.1, 0.3, 0.6, None):  # who only asks whether somebody is working holds it for a moment, too
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back when the process ends, however it ends
-                return handle
-            except BlockingIOError:
-                if patience is None:
-                    raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder") from None
-                time.sleep(patience)
-    except BaseException:
-        os.close(handle)
-        raise
-    raise AssertionError
+    patience = time.monotonic() + 1  # who only asks whether somebody is working holds it for a moment, too
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back when the process ends, however it ends
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > patience:
+                os.close(handle)
+                raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder") from None
+            time.sleep(0.1)
 
 
-def _open_for_writing(path: Path, create: Mapping[str, Any] | None) -> sqlite3.Connection:
-    connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
-    try:
-        version = _check(connection)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("BEGIN IMMEDIATE")
-        if version == 0:
-            if create is None or any(path.with_name("arrays").iterdir()):
-                raise _DamagedError("it is empty")
-            _create(connection, create)
-        else:
-            _migrate(connection, version)
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _open_for_reading(path: Path) -> sqlite3.Connection:
-    # Without a write-ahead log beside it nobody is writing, and the file can be read as it is, even in a folder where nothing may be written.
-    alone = not path.with_name(path.name + "-wal").exists()
-    connection = _connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}")
-    try:
-        version = _check(connection)
-        if version == 0:
+def _begin_writing(connection: sqlite3.Connection, path: Path, create: Mapping[str, Any] | None) -> None:
+    """Make a store of an empty file, or bring one up to date."""
+    version = _check(connection)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("BEGIN IMMEDIATE")
+    if version == 0:
+        if create is None or any(path.with_name("arrays").iterdir()):
             raise _DamagedError("it is empty")
-        if version < VERSION:  # bring a copy up to date; the file itself is for the next writer
-            copy = _connect(":memory:")
-            connection.backup(copy)
-            connection.close()
-            connection = copy
-            connection.execute("BEGIN")
-            _migrate(connection, version)
-            connection.execute("COMMIT")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        _create(connection, create)
+    else:
+        _migrate(connection, version)
+    connection.execute("COMMIT")
+
+
+def _begin_reading(connection: sqlite3.Connection, copy: sqlite3.Connection) -> sqlite3.Connection:
+    """What to read from: the file, or a copy in memory that is brought up to date; the file itself is for the next writer."""
+    version = _check(connection)
+    if version == 0:
+        raise _DamagedError("it is empty")
+    if version == VERSION:
+        return connection
+    connection.backup(copy)
+    copy.execute("BEGIN")
+    _migrate(copy, version)
+    copy.execute("COMMIT")
+    return copy
 
 
 def _connect(uri: str) -> sqlite3.Connection:

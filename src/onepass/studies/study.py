@@ -75,8 +75,10 @@ def opened(folder: Path, asked: Recipe) -> Iterator[tuple[Store, Recipe]]:
     """The study in a folder, begun if there is none, and its recipe, grown by what is asked for now."""
     with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
         stored = store.contents.study["recipe"]
-        recipe = grown(from_stored(stored), asked)
-        if recipe.stored() != stored:
+        recipe = grown(from_stored(stored), asked) if store.contents.records else asked
+        if not store.contents.records and recipe.stored() != stored:
+            store.restart(recipe=recipe.stored())  # nothing would be lost, and the first try may have been a mistake
+        elif recipe.stored() != stored:
             store.note(recipe=recipe.stored())
         yield store, recipe
 
