@@ -161,8 +161,8 @@ class Store:
         path = folder / FILE
         if not path.is_file():
             raise no_study(folder)
-        # Without a write-ahead log beside it nobody is writing, and the file can be read as it is, even where nothing may be written.
-        alone = not path.with_name(path.name + "-wal").exists()
+        # Where nobody is writing and no write-ahead log was left, the file can be read as it is, even in a folder that is read-only.
+        alone = not running(folder) and not path.with_name(path.name + "-wal").exists()
         with _refusing(path):
             connection = _connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}")
         with closing(connection), closing(_connect(":memory:")) as copy:
@@ -173,6 +173,7 @@ class Store:
     def _load(self) -> Contents:
         with _refusing(self.folder / FILE):
             contents = Contents()
+            self._connection.execute("BEGIN")  # one view of all tables, even if somebody is writing
             for key, value in self._rows("study"):
                 contents.study[key] = json.loads(value)
             for identity, configuration, fleet, place, traceback in self._rows("units"):
@@ -185,6 +186,7 @@ class Store:
             counted = {"units": len(contents.entries), "records": len(contents.records)}
             if contents.study["counts"] != counted or not contents.records.keys() <= contents.entries.keys():
                 raise _DamagedError(f"it should have {contents.study['counts']} rows and has {counted}")
+            self._connection.execute("COMMIT")
             return contents
 
     def _rows(self, table: str) -> Iterator[tuple[Any, ...]]:
