@@ -71,7 +71,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("run quickstart --checkpoint-every 0", "--checkpoint-every 0"),
         ("run", "name a recipe to run"),
         ("run --out {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
-        ("run quickstart --scheduler nonsense", "no Dask scheduler answers at nonsense"),
+        ("run quickstart --scheduler nonsense", "write tcp://HOST:PORT"),
+        ("run quickstart --json {tmp}/harmed/study.sqlite", "belongs to a study"),
         ("run quickstart --out {tmp}/file/study", "{tmp}/file is not a folder"),
         ("run quickstart --tensorboard {tmp}/file", "{tmp}/file is not a folder"),
         ("status {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
@@ -412,3 +413,29 @@ def test_a_full_disk_is_one_sentence_and_the_study_goes_on_when_there_is_room(tm
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert "3 of 3 units done" in printed("status", str(tmp_path / "out"))
+
+
+def test_a_study_in_a_folder_with_an_odd_name_is_shown(outcome: tuple[dict[str, Any], str], folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "x[bold]y [red]"
+    odd.symlink_to(folder / "out")
+    assert str(odd) in printed("status", str(odd))
+
+
+def test_a_table_follows_links_and_is_written_into_pipes(outcome: tuple[dict[str, Any], str], folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    printed("table", str(folder / "out"), "--json", str(tmp_path / "link.json"))
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text()) == outcome[0]
+    assert printed("table", str(folder / "out"), "--csv", "/dev/stdout").count("\n") >= 3
+    assert not Path("/dev/stdout").is_file() or Path("/dev/stdout").is_symlink()
+
+
+@pytest.mark.parametrize("wait", [0.5, 2.0])
+def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(wait: float, start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start("run", "quickstart", "--methods", "ewc", "--set", "batch_size=1", "--workers", "2", "--out", str(tmp_path / "out"))
+    command.wait_until(lambda: (tmp_path / "out" / "study.sqlite").exists())
+    time.sleep(wait)
+    began = time.monotonic()
+    assert command.end() == 130
+    assert time.monotonic() - began < 10  # a fleet would take minutes
+    command.wait_until(lambda: not command.processes())

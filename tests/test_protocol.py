@@ -12,8 +12,8 @@ from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners import METHODS, agem
 from onepass.learners.base import Learner
-from onepass.metrics import Record
-from onepass.protocol import Run, Setup, assemble, grid_points, select, train
+from onepass.metrics import Record, select
+from onepass.protocol import Run, Setup, assemble, grid_points, train
 from toys import ToyStream
 
 SETUP = Setup(hidden=(8,), memory_per_task=6)

@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False)
 data_app = typer.Typer(help="Data sets.")
 app.add_typer(data_app, name="data")
 
-screen = Console(stderr=True)
+screen = Console(stderr=True, markup=False, highlight=False)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
@@ -66,11 +66,12 @@ def run(
 
     from onepass.report.watch import Watch
     from onepass.streams import stream
-    from onepass.studies import executors, fetch, files, study
+    from onepass.studies import executors, fetch, study
+    from onepass.studies.store import check_target
 
     device = study.check_device(device)
     if json is not None:
-        files.check_writable(json)
+        check_target(json)
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
     workers = workers or executors.default_workers(device)
@@ -159,13 +160,13 @@ def print_table(
 
 def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None) -> None:
     from onepass.report import table
-    from onepass.studies import files
+    from onepass.studies import files, store
 
+    for target in filter(None, (json, csv)):
+        store.check_target(target)
     if json is not None:
-        files.check_writable(json)
         files.write_json(json, table.document(recipe, results))
     if csv is not None:
-        files.check_writable(csv)
         files.write(csv, table.lines(recipe, results).encode())
     _wide().print(table.table(recipe, results))
 
@@ -175,7 +176,7 @@ def show(folder: Folder, unit: Annotated[str | None, typer.Argument(metavar="UNI
     """Show one unit of a study: its configuration, what came out, and with what it was made. Without UNIT, list them."""
     from onepass.report.units import listing, page
 
-    _wide().print(listing(folder) if unit is None else page(folder, unit), highlight=False)
+    _wide().print(listing(folder) if unit is None else page(folder, unit))
 
 
 @app.command()
@@ -186,7 +187,7 @@ def merge(
     """Bring the results of several studies of one recipe together in the first. Results that contradict each other are refused."""
     from onepass.studies.merge import merge as bring_together
 
-    for other, count in bring_together(into, others).items():
+    for other, count in bring_together(into, others):
         print(f"{count} units from {other}")
 
 
@@ -196,7 +197,7 @@ def verify(folder: Folder) -> None:
     from onepass.report.verify import verdicts, view
 
     found = verdicts(folder)
-    _wide().print(view(found), highlight=False)
+    _wide().print(view(found))
     if not found.accepted:
         raise typer.Exit(1)
 
@@ -239,7 +240,7 @@ def data_get(
 def _wide() -> Console:
     """Standard output; where it is no terminal, lines are not cut at 80 columns."""
     terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=max(terminal.width, 120))
+    return Console(width=terminal.width if terminal.is_terminal else max(terminal.width, 120), markup=False, highlight=False, soft_wrap=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -258,5 +259,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _complain(sentence: str) -> NoReturn:
-    screen.print(f"onepass: {sentence}", highlight=False, markup=False, soft_wrap=True)
+    screen.print(f"onepass: {sentence}", soft_wrap=True)
     sys.exit(2)

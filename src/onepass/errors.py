@@ -20,3 +20,12 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
     near = get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'? (valid: {', '.join(names)})" if near else f"choose one of {', '.join(names)}"
     return InputError(f"unknown {kind} '{name}': {hint}")
+
+
+def first_line(reason: BaseException) -> str:
+    """What an error says, in one line.
+
+    >>> first_line(ValueError("no\\nbecause")), first_line(KeyboardInterrupt())
+    ('no', 'KeyboardInterrupt')
+    """
+    return str(reason).strip().partition("\n")[0] or type(reason).__name__

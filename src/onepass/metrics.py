@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from onepass.errors import InputError
+
 Array = NDArray[np.float64]
 
 
@@ -104,6 +106,22 @@ def backward_transfer(a: Array) -> float:
 def forward_transfer(a: Array, initial: Array) -> float:
     """`FWT = 1/(T−1) Σ_{j>1} (a[j−1, j] − initial[j])` (Lopez-Paz and Ranzato, NIPS 2017)."""
     return float(np.mean(np.diag(a, k=1) - initial[1:]))
+
+
+def select(records: Sequence[Record]) -> dict[str, float]:
+    """The hyper-parameters with the best average accuracy `A_T` on the test sets of `D^CV`, averaged over the seeds of a grid point.
+
+    A grid point of which any run diverged has lost; of equals, the one written first in the grid wins.
+    """
+    scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
+    for record in records:
+        score = -np.inf if record.diverged else np.nan_to_num(average_accuracy(record.accuracy), nan=-np.inf)
+        scores.setdefault(tuple(record.hyperparameters.items()), []).append(score)
+    means = {point: float(np.mean(values)) for point, values in scores.items()}
+    best = max(means, key=lambda point: means[point])
+    if means[best] == -np.inf:
+        raise InputError("every grid point diverged in cross-validation: add smaller learning rates to the grid")
+    return dict(best)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
-from onepass.errors import InputError
 from onepass.learners import Method
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory, Policy
-from onepass.metrics import Array, Record, average_accuracy
+from onepass.metrics import Array, Record
 from onepass.models.mlp import mlp
 from onepass.streams.base import Part, Stream
 from onepass.streams.batch import Batch
@@ -82,22 +81,6 @@ def grid_points(grid: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
     [{'learning_rate': 0.1, 'strength': 1}, {'learning_rate': 0.03, 'strength': 1}]
     """
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
-def select(records: Sequence[Record]) -> dict[str, float]:
-    """The hyper-parameters with the best average accuracy `A_T` on the test sets of `D^CV`, averaged over the seeds of a grid point.
-
-    A grid point of which any run diverged has lost; of equals, the one written first in the grid wins.
-    """
-    scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
-    for record in records:
-        score = -np.inf if record.diverged else np.nan_to_num(average_accuracy(record.accuracy), nan=-np.inf)
-        scores.setdefault(tuple(record.hyperparameters.items()), []).append(score)
-    means = {point: float(np.mean(values)) for point, values in scores.items()}
-    best = max(means, key=lambda point: means[point])
-    if means[best] == -np.inf:
-        raise InputError("every grid point diverged in cross-validation: add smaller learning rates to the grid")
-    return dict(best)
 
 
 def train(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.learners import METHODS
+from onepass.learners import METHODS, agem, ewc
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot, train
 from onepass.studies import checkpoint
@@ -87,7 +87,11 @@ def test_resumed_parameters_are_bit_identical(name: str, tmp_path: Path) -> None
         except StopHereError:
             continue
     learn(name, Checkpoints(tmp_path / "cut", "fleet", every=3))
-    whole, cut = (Checkpoints(tmp_path / folder, "fleet").last() for folder in ("whole", "cut"))
+    assert_same_parameters(tmp_path / "whole", tmp_path / "cut")
+
+
+def assert_same_parameters(one: Path, other: Path) -> None:
+    whole, cut = (Checkpoints(folder, "fleet").last() for folder in (one, other))
     assert whole is not None
     assert cut is not None
     assert (whole.phase, whole.batches) == (cut.phase, cut.batches)
@@ -97,6 +101,32 @@ def test_resumed_parameters_are_bit_identical(name: str, tmp_path: Path) -> None
             assert torch.equal(tensor.nan_to_num(), cut.tensors[key].nan_to_num()), key
         else:
             assert torch.equal(tensor[:, :-1], cut.tensors[key][:, :-1])
+
+
+def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_were(tmp_path: Path) -> None:
+    """With a reference batch of the whole memory there is nothing to draw, and a wrong step number would go unnoticed."""
+
+    def go(keeper: Checkpoints | None) -> list[Record]:
+        return train(ToyStream(), "ev", METHODS["a-gem"], runs("a-gem", 2), SETUP, agem.Options(reference_batch=3), keeper=keeper)
+
+    expected = go(None)
+    go(Checkpoints(tmp_path / "whole", "fleet", every=2))
+    for stop in (5, 8):
+        with pytest.raises(StopHereError):
+            go(Interrupting(tmp_path / str(stop), every=2, after=stop))
+        assert_same(go(Checkpoints(tmp_path / str(stop), "fleet", every=2)), expected)
+        assert_same_parameters(tmp_path / "whole", tmp_path / str(stop))
+
+
+def test_a_fisher_estimate_that_is_half_done_goes_on(tmp_path: Path) -> None:
+    def go(keeper: Checkpoints | None) -> list[Record]:
+        return train(ToyStream(), "ev", METHODS["ewc"], runs("ewc", 2), SETUP, ewc.Options(fisher_every=4), keeper=keeper)
+
+    go(Checkpoints(tmp_path / "whole", "fleet", every=3))
+    with pytest.raises(StopHereError):
+        go(Interrupting(tmp_path / "cut", every=3, after=3))
+    go(Checkpoints(tmp_path / "cut", "fleet", every=3))
+    assert_same_parameters(tmp_path / "whole", tmp_path / "cut")
 
 
 @pytest.mark.parametrize("policy", ["ring", "reservoir", "class-reservoir"])
@@ -202,6 +232,7 @@ def rewrite(folder: Path, **changes: object) -> None:
         (lambda folder: (folder / "0001-00000008.json").write_bytes(b"[" * 100_000), "damaged"),
         (other_configuration, "another configuration"),
         (other_format, "its format is 99"),
+        (lambda folder: rewrite(folder, software="another version"), "it was made with another version"),
     ],
 )
 def test_a_bad_checkpoint_is_refused_with_its_reason_and_the_one_before_is_used(
@@ -213,6 +244,17 @@ def test_a_bad_checkpoint_is_refused_with_its_reason_and_the_one_before_is_used(
     assert found is not None
     assert found.batches == 4
     assert reason in caplog.text
+
+
+def test_new_checkpoints_replace_refused_ones(tmp_path: Path) -> None:
+    two(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    keeper = Checkpoints(tmp_path, "fleet")
+    assert keeper.last() is None
+    keeper.keep(replace(SNAPSHOT, batches=1))
+    keeper.keep(replace(SNAPSHOT, batches=2))
+    assert kept(tmp_path) == ["0001-00000001.json", "0001-00000001.safetensors", "0001-00000002.json", "0001-00000002.safetensors"]
 
 
 def test_without_a_sound_checkpoint_there_is_none(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ RECIPE = load("quickstart", CHANGES, "van,a-gem", 2)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[distributed.LocalCluster]:
     # Dask restarts a worker that dies; the fleet goes to whoever is there.
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1") as made:
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1") as made:
         yield made
 
 
@@ -73,9 +73,24 @@ def test_a_cluster_of_which_a_worker_is_killed_in_mid_unit_gives_the_same_record
         assert record.same_as(expected[unit])
 
 
-def test_a_scheduler_that_does_not_answer_is_one_sentence() -> None:
-    with pytest.raises(InputError, match="no Dask scheduler answers at tcp"), executor(1, 1, "tcp://127.0.0.1:9"):
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "tcp://no.such.host.invalid:8786", "tcp://127.0.0.1:99999"])
+def test_a_scheduler_that_does_not_answer_is_one_sentence(address: str) -> None:
+    with pytest.raises(InputError, match="no Dask scheduler answers at tcp"), executor(1, 1, address):
         pass
+
+
+@pytest.mark.parametrize("address", ["", "garbage", "tcp://", "tcp://host:port", "tls://127.0.0.1:9", "inproc://x", "tcp://127.0.0.1:9/x"])
+def test_what_is_no_address_is_one_sentence(address: str) -> None:
+    with pytest.raises(InputError, match="write tcp://HOST:PORT"), executor(1, 1, address):
+        pass
+
+
+def test_a_study_stops_when_its_scheduler_is_gone(tmp_path: Path) -> None:
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1") as made:
+        killer = threading.Timer(3, made.close)
+        with pytest.raises(InputError, match="is gone: start it"):
+            records(tmp_path, made.scheduler_address, killer)
+        killer.join()
 
 
 def test_studies_without_a_cluster_do_not_import_dask() -> None:

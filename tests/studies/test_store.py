@@ -352,8 +352,8 @@ def replace_seeds(seeds: int) -> Any:
 def test_merging_brings_the_results_of_two_machines_together(tmp_path: Path) -> None:
     fill(tmp_path / "a", GRID[:1])
     fill(tmp_path / "b", GRID[1:])
-    assert merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"]) == {tmp_path / "a": 1, tmp_path / "b": 1}
-    assert merge(tmp_path / "all", [tmp_path / "a"]) == {tmp_path / "a": 0}
+    assert merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"]) == [(tmp_path / "a", 1), (tmp_path / "b", 1)]
+    assert merge(tmp_path / "all", [tmp_path / "a"]) == [(tmp_path / "a", 0)]
     with Store.read(tmp_path / "all") as opened:
         assert opened.contents.records.keys() == {unit.id for unit in GRID}
         assert opened.open_fleets() == {}
@@ -383,10 +383,55 @@ def test_merging_finishes_what_the_first_had_only_planned_or_failed(tmp_path: Pa
         assert all(entry.traceback is None for entry in opened.contents.entries.values())
 
 
+def test_merging_a_damaged_study_changes_nothing(tmp_path: Path) -> None:
+    fill(tmp_path / "a", GRID[:1])
+    fill(tmp_path / "b", GRID[1:])
+    next((tmp_path / "b" / "arrays").iterdir()).write_bytes(b"")
+    with study(tmp_path / "all"):
+        pass
+    with pytest.raises(InputError, match="truncated or altered"):
+        merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    with Store.read(tmp_path / "all") as opened:
+        assert not opened.contents.records
+
+
+def test_merging_finished_studies_gives_a_finished_one(tmp_path: Path) -> None:
+    """Each study brings the grid of its own method; what the other has written about it does not count."""
+    for folder, methods in (("a", "van"), ("b", "a-gem")):
+        recipe = load(
+            "quickstart", [f"grids.{methods}.learning_rate=0.1", f"grids.{'a-gem' if methods == 'van' else 'van'}.learning_rate=0.3"], methods
+        )
+        with Store.write_to(tmp_path / folder, create={"recipe": recipe.stored()}):
+            pass
+    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    with Store.read(tmp_path / "all") as opened:
+        grids = opened.contents.study["recipe"]["grids"]
+    assert [grids[name]["learning_rate"] for name in ("van", "a-gem")] == [[0.1], [0.1]]
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "arrays" / ".partial-folder").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".partial-notes").touch()
+    (tmp_path / "arrays" / ".partial-x").touch()
+    fill_again = study(tmp_path)
+    with pytest.raises(InputError, match="it is empty"), fill_again:
+        pass
+    (tmp_path / "arrays" / ".partial-folder").rmdir()
+    fill(tmp_path)
+    assert (tmp_path / "mine" / ".partial-notes").exists()
+    assert not (tmp_path / "arrays" / ".partial-x").exists()
+
+
+def test_a_folder_whose_name_cannot_be_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="too long"), Store.read(Path("x" * 300)):
+        pass
+
+
 def test_merging_unites_methods_seeds_and_grids_and_refuses_other_recipes(tmp_path: Path) -> None:
     for folder, changes, methods, seeds in (
-        ("a", [], "van", 2),
-        ("b", ["grids.van.learning_rate=[0.3, 0.1]"], "ewc", 4),
+        ("a", ["grids.van.learning_rate=[0.3, 0.1]"], "van", 2),
+        ("b", ["grids.van.learning_rate=[0.1, 0.01]"], "van,ewc", 4),
         ("c", ["batch_size=5"], "van", 2),
     ):
         with Store.write_to(tmp_path / folder, create={"recipe": load("quickstart", changes, methods, seeds).stored()}):
@@ -396,7 +441,7 @@ def test_merging_unites_methods_seeds_and_grids_and_refuses_other_recipes(tmp_pa
         recipe = opened.contents.study["recipe"]
     assert recipe["methods"] == ["van", "ewc"]
     assert recipe["seeds"] == 4
-    assert len(recipe["grids"]["van"]["learning_rate"]) == 8
+    assert recipe["grids"]["van"]["learning_rate"] == [0.3, 0.1, 0.01]
     with pytest.raises(InputError, match="batch_size = 10, not 5"):
         merge(tmp_path / "all", [tmp_path / "c"])
     with pytest.raises(InputError, match="into itself"):

@@ -108,6 +108,8 @@ def test_one_more_method_or_seed_adds_just_that(expected: dict[str, Result], tmp
     found, second = go(tmp_path, small("a-gem", 2))
     assert len(second.stored_units) == 1 + 2
     assert same(found, expected)
+    other_grids = small("a-gem", 2, ["grids.van.learning_rate=[0.3, 0.01]", "options.ewc.fisher_every=3"])
+    assert go(tmp_path, other_grids)[1].stored_units == [], "grids and options of methods that are not asked for do not matter"
     _, third = go(tmp_path, small("van", 3))
     assert len(third.stored_units) == 2  # a seed for each of two methods
     found, fourth = go(tmp_path, small("van", 1))
@@ -145,6 +147,28 @@ def test_a_study_without_results_may_become_another_one(tmp_path: Path) -> None:
     assert len(found["van"].records) == 1
     with Store.read(tmp_path) as store:
         assert {entry.unit.configuration["batch_size"] for entry in store.contents.entries.values()} == {10}
+
+
+def test_a_fleet_that_is_being_stored_when_the_user_interrupts_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, interrupts = Store.add, [KeyboardInterrupt]
+
+    def interrupted(store: Store, *arguments: object) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        add(store, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, small(), workers=1)
+    with Store.read(tmp_path) as store:
+        assert len(store.contents.records) == 2
+
+
+def test_a_model_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a single run of van does not fit"):
+        go(tmp_path, small(changes=["hidden=[100000000000000]"]))
+    found, _ = go(tmp_path, small("van", 1))
+    assert len(found["van"].records) == 1, "the folder can still be used"
 
 
 def test_options_of_a_method_may_change_only_before_it_has_begun() -> None:
@@ -224,13 +248,16 @@ def test_a_single_run_that_does_not_fit_fails(tmp_path: Path) -> None:
     assert len(found["a-gem"].records) == 1
 
 
-@pytest.mark.parametrize(
-    "reason", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")]
-)
-def test_running_out_of_memory_is_recognised(reason: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise reason
+def out_of_gpu_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
+
+@pytest.mark.parametrize(
+    "fail",
+    [lambda *_, **__: bytearray(1 << 60), lambda *_, **__: torch.empty(1 << 50), lambda *_, **__: out_of_gpu_memory()],
+    ids=["python", "torch", "cuda"],
+)
+def test_running_out_of_memory_is_recognised(fail: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "train", fail)
     job = work.Job(small(), "van", "cv", tuple(cross_validation(small(), "van")), None, "cpu")
     with pytest.raises(work.OutOfMemoryError):
@@ -242,7 +269,7 @@ def test_running_out_of_memory_is_recognised(reason: Exception, monkeypatch: pyt
 
 def test_checkpoints_are_gone_when_their_fleet_is_stored(tmp_path: Path) -> None:
     go(tmp_path, small())
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_checkpoint_of_another_fleet_is_never_used(tmp_path: Path) -> None:
@@ -353,9 +380,28 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
         text = shown(tmp_path)
         assert "3 of 7 units done, 1 running, 1 failed; about 2 min left" in text
         assert f"{planned.id} (van): ValueError: a bug" in text
-        (tmp_path / study.PROGRESS).write_text("{")
-        assert "not known yet" in shown(tmp_path)
+        for odd in ("{", "[]", '{"running": []}', '{"running": {}, "steps": 1}', json.dumps(now | {"began": None}), "[" * 20_000):
+            (tmp_path / study.PROGRESS).write_text(odd)
+            assert "not known yet" in shown(tmp_path)
+        (tmp_path / study.PROGRESS).write_text(json.dumps(now | {"steps": 400}))
+        assert "about 0 s left" in shown(tmp_path)
     assert study.PROGRESS == status.PROGRESS
+
+
+def test_status_counts_what_the_recipe_wants_now(tmp_path: Path) -> None:
+    go(tmp_path, small(changes=["train_examples=100", "grids.van.learning_rate=0.0001"]))
+    more = small(changes=["train_examples=100", "grids.van.learning_rate=[0.0001, 0.1]"])
+    with pytest.raises(StorageError):
+        go(tmp_path, more, lambda job: StorageError("stop") if job.part == "ev" else None)
+    assert "2 of 4 units done" in shown(tmp_path), "the two runs of what was chosen before do not count"
+    go(tmp_path, more)
+    assert "4 of 4 units done, 0 running, 0 failed\n" in shown(tmp_path)
+
+
+def test_status_of_a_study_whose_whole_grid_diverged_is_finished(tmp_path: Path) -> None:
+    found, _ = go(tmp_path, small(changes=["grids.van.learning_rate=[1e9, 1e10]"]))
+    assert found["van"].diverged
+    assert "2 of 2 units done, 0 running, 0 failed\n" in shown(tmp_path)
 
 
 def test_snapshots_do_not_change_what_is_learnt(tmp_path: Path) -> None:

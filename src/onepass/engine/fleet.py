@@ -245,7 +245,7 @@ class Fleet:
     def state(self) -> dict[str, Tensor]:
         """What steps change, a torch optimizer's own state aside."""
         buffers = {f"buffers.{name}": b for name, b in self.buffers.items()}
-        return {"theta": self.theta, "step": self.step, "alive": self._alive, "active": self._active, **buffers}
+        return {"theta": self.theta, "step": self.step, "alive": self._alive, **buffers}
 
     def counters(self) -> dict[str, int]:
         """What the host counts with."""
@@ -256,6 +256,7 @@ class Fleet:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self._partial = bool(counters["partial"])
+        self._gate(None)
 
     def state_bytes(self) -> int:
         """Bytes of parameters and buffers a run."""

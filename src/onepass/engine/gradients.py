@@ -20,6 +20,7 @@ from torch.func import grad_and_value, vmap
 from onepass.draws import Purpose, Source
 from onepass.engine.architecture import Architecture
 from onepass.engine.program import DrawsRandomNumbersError, Program, trace
+from onepass.errors import first_line
 from onepass.streams.batch import Batch
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class Gradients:
             log.warning("gradients are computed by plain autograd, run by run: %s", reason)
             return None
         except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
-            log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, _first_line(reason))
+            log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, first_line(reason))
             return None
         return program
 
@@ -222,7 +223,3 @@ class Gradients:
 
 def _rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(t.unbind(0) for t in tensors), strict=True))
-
-
-def _first_line(reason: Exception) -> str:
-    return (str(reason).strip() or type(reason).__name__).splitlines()[0]

@@ -3,73 +3,109 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from onepass.studies.store import Contents, Store, running
+from onepass.errors import InputError
+from onepass.metrics import select
+from onepass.studies.store import Entry, Store, running
 
 PROGRESS = "progress.json"  # what the driving process writes once a second
+
+
+@dataclass
+class Progress:
+    """What the driving process says about itself."""
+
+    began: float
+    steps: int
+    total: int
+    running: Mapping[str, str]  # unit: method
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, if it goes on like this."""
+        return (time.time() - self.began) * max(self.total - self.steps, 0) / self.steps if self.steps > 0 else None
+
+
+@dataclass
+class Count:
+    """How far a method is: the units that its recipe wants now, which of them are done, and those that failed."""
+
+    wanted: dict[str, int]
+    done: dict[str, int]
+    failed: dict[str, Entry]
 
 
 def show(folder: Path, console: Console) -> None:
     """Print a table, a line a method, and what can be said about the rest."""
     with Store.read(folder) as store:
-        contents = store.contents
-    recipe = contents.study["recipe"]
-    now = _now(folder)
-    planned = {name: _planned(recipe, name) for name in recipe["methods"]}
-    done = Counter((contents.entries[unit].unit.method, contents.entries[unit].unit.part) for unit in contents.records)
-    failed = {unit: entry for unit, entry in contents.entries.items() if entry.traceback is not None}
-    busy = Counter(now.get("running", {}).values())
+        recipe = store.contents.study["recipe"]
+        counts = {name: count(store, recipe, name) for name in recipe["methods"]}
+    busy, now = running(folder), _progress(folder)
+    jobs = Counter(now.running.values()) if busy and now else Counter[str]()
     made = Table(title=f"{recipe['name']} in {folder}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("method", "choosing", "learning", "running", "failed"):
         made.add_column(heading, justify="left" if heading == "method" else "right")
-    for name, (grid, runs) in planned.items():
-        lost = sum(entry.unit.method == name for entry in failed.values())
-        made.add_row(name, f"{done[name, 'cv']}/{grid}", f"{done[name, 'ev']}/{runs}", str(busy[name] or ""), str(lost or ""))
-    console.print(made, highlight=False)
-    total = sum(sum(counts) for counts in planned.values())
-    console.print(_sentence(folder, contents, now, max(total, len(contents.entries)), len(failed)), highlight=False, markup=False, soft_wrap=True)
-    for unit, entry in failed.items():
-        last = (entry.traceback or "").strip().rpartition("\n")[2]
-        console.print(f"{unit} ({entry.unit.method}): {last}", highlight=False, markup=False, soft_wrap=True)
+    for name, found in counts.items():
+        parts = [f"{found.done[part]}/{found.wanted[part]}" for part in ("cv", "ev")]
+        made.add_row(name, *parts, str(jobs[name] or ""), str(len(found.failed) or ""))
+    console.print(made)
+    done, total = (sum(sum(getattr(found, what).values()) for found in counts.values()) for what in ("done", "wanted"))
+    sentence = f"{done} of {total} units done, {sum(jobs.values())} running, {sum(len(found.failed) for found in counts.values())} failed"
+    if busy:
+        left = now.left if now else None
+        sentence += f"; {'time left: not known yet' if left is None else f'about {_duration(left)} left'}"
+    elif done < total:
+        sentence += f"; nobody is working on it: go on with 'onepass run --out {folder}'"
+    console.print(sentence, soft_wrap=True)
+    for found in counts.values():
+        for unit, entry in found.failed.items():
+            last = (entry.traceback or "").strip().rpartition("\n")[2]
+            console.print(f"{unit} ({entry.unit.method}): {last}", soft_wrap=True)
 
 
-def _planned(recipe: dict[str, Any], name: str) -> tuple[int, int]:
-    points = math.prod(len(values) for values in recipe["grids"][name].values())
-    return points * recipe["cv_seeds"], recipe["seeds"]
+def count(store: Store, recipe: dict[str, Any], name: str) -> Count:
+    """Of the units in the store, those that the recipe wants: its grid, and the runs of what is chosen from it now."""
+    contents, grid = store.contents, recipe["grids"][name]
+    points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    place = {tuple(sorted(point.items())): number for number, point in enumerate(points)}
+    tried: dict[str, Entry] = {}
+    runs: dict[str, Entry] = {}
+    for unit, entry in contents.entries.items():
+        point = tuple(sorted(entry.unit.hyperparameters.items()))
+        if entry.unit.method == name and point in place and entry.unit.seed < recipe["cv_seeds" if entry.unit.part == "cv" else "seeds"]:
+            (tried if entry.unit.part == "cv" else runs)[unit] = entry
+    done = [unit for unit in tried if unit in contents.records]
+    failed = {unit: entry for unit, entry in tried.items() if entry.traceback is not None}
+    wanted = {"cv": len(points) * recipe["cv_seeds"], "ev": recipe["seeds"]}
+    chosen = None
+    if len(done) == wanted["cv"]:
+        done.sort(key=lambda unit: place[tuple(sorted(tried[unit].unit.hyperparameters.items()))])
+        try:
+            chosen = select([store.record(unit) for unit in done])
+        except InputError:  # every grid point diverged: there is nothing more to do
+            wanted["ev"] = 0
+    mine = {unit: entry for unit, entry in runs.items() if entry.unit.hyperparameters == chosen}
+    failed |= {unit: entry for unit, entry in mine.items() if entry.traceback is not None}
+    return Count(wanted, {"cv": len(done), "ev": sum(unit in contents.records for unit in mine)}, failed)
 
 
-def _sentence(folder: Path, contents: Contents, now: dict[str, Any], total: int, failed: int) -> str:
-    counts = f"{len(contents.records)} of {total} units done, {len(now.get('running', {}))} running, {failed} failed"
-    if running(folder):
-        left = _left(now)
-        return f"{counts}; {'time left: not known yet' if left is None else f'about {_duration(left)} left'}"
-    if len(contents.records) < total:
-        return f"{counts}; nobody is working on it: go on with 'onepass run --out {folder}'"
-    return counts
-
-
-def _now(folder: Path) -> dict[str, Any]:
-    if not running(folder):
-        return {}
+def _progress(folder: Path) -> Progress | None:
     try:
         found = json.loads((folder / PROGRESS).read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):  # only a view: without it less is known
-        return {}
-
-
-def _left(now: dict[str, Any]) -> float | None:
-    if not now.get("steps"):
+        units = {str(unit): str(name) for unit, name in found["running"].items()}
+        return Progress(float(found["began"]), int(found["steps"]), int(found["total"]), units)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):  # only a view: without it less is known
         return None
-    return float((time.time() - now["began"]) * (now["total"] - now["steps"]) / now["steps"])
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from onepass.errors import InputError
 from onepass.metrics import Record, average_accuracy, forgetting
-from onepass.studies.files import check_writable
+from onepass.studies.files import TEMPORARY, check_writable
 from onepass.studies.store import Store, Unit
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,9 @@ class Tracking:
             log.warning("nothing more is written to %s (%s)", self._folder, reason.strerror or reason)
 
     def _write(self, folder: Path, record: Record) -> None:
-        with self._writer(str(folder)) as writer:
+        partial = folder.with_name(TEMPORARY + folder.name)
+        shutil.rmtree(partial, ignore_errors=True)
+        with self._writer(str(partial)) as writer:
             a = record.accuracy
             sequential = len(a) == a.shape[1]
             for k in range(len(a)):
@@ -56,3 +59,4 @@ class Tracking:
                     writer.add_scalar("violations", record.violations[k], k + 1)
                 for j in range(k + 1 if sequential else a.shape[1]):
                     writer.add_scalar(f"accuracy of a task/{j + 1}", a[k, j], k + 1)
+        partial.rename(folder)

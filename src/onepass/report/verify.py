@@ -90,7 +90,7 @@ def _judged(recipe: Recipe, result: Result, applies: bool) -> list[tuple[str, st
     published = recipe.paper.published.get(name) if applies else None
     lost = _lost(result)
     if published is None:
-        return [(name, "–", lost or "", "", "unfinished" if result.missing else "not published")]
+        return [(name, "–", lost or "", "", "unfinished" if result.missing or result.failed else "not published")]
     if result.missing or (result.failed and lost != "out of memory"):
         return [(name, "–", f"{result.missing} units to do, {len(result.failed)} failed", "", "unfinished")]
     if isinstance(published, str) or lost:

@@ -36,19 +36,22 @@ class RefusedError(Exception):
 class Checkpoints:
     """The checkpoints of one fleet, in a folder of their own.
 
-    `identity` names the fleet's configuration; a checkpoint of another one is refused. With `every`, one is written after every so many
-    batches and at every task end; without, at task ends as often as costs less than half a percent of the time.
+    `identity` names the fleet's configuration and `software` what computes it; a checkpoint of another one is refused. With `every`, one is
+    written after every so many batches and at every task end; without, at task ends as often as costs less than half a percent of the time.
     """
 
-    def __init__(self, folder: Path, identity: str, every: int | None = None) -> None:
-        self._folder, self._identity, self._every = folder, identity, every
+    def __init__(self, folder: Path, identity: str, every: int | None = None, software: str = "") -> None:
+        self._folder, self._identity, self._every, self._software = folder, identity, every, software
         self._wait, self._written = PATIENCE, time.monotonic()
+        self._sound: list[Path] = []  # what was read or written here
 
     def last(self) -> Snapshot | None:
         """The newest sound snapshot; what is refused on the way is logged with its reason."""
         for path in self._newest_first():
             try:
-                return self._read(path)
+                found = self._read(path)
+                self._sound = [path]
+                return found
             except RefusedError as reason:
                 log.warning("checkpoint %s is not used: %s", path, reason)
         return None
@@ -66,6 +69,7 @@ class Checkpoints:
         about: dict[str, Any] = {
             "format": FORMAT,
             "fleet": self._identity,
+            "software": self._software,
             "phase": snapshot.phase,
             "batches": snapshot.batches,
             "numbers": snapshot.numbers,
@@ -73,9 +77,11 @@ class Checkpoints:
         }
         write(path.with_suffix(".safetensors"), tensors)
         write(path, canonical(about | {"checksum": digest(canonical(about))}).encode())
-        for old in self._newest_first()[KEPT:]:
-            old.unlink(missing_ok=True)
-            old.with_suffix(".safetensors").unlink(missing_ok=True)
+        self._sound = [*(other for other in self._sound if other != path), path][-KEPT:]
+        for old in self._newest_first():
+            if old not in self._sound:
+                old.unlink(missing_ok=True)
+                old.with_suffix(".safetensors").unlink(missing_ok=True)
         self._written = time.monotonic()
         self._wait = (self._written - began) / SHARE
 
@@ -98,6 +104,8 @@ class Checkpoints:
             raise RefusedError(f"its format is {about['format']}, not {FORMAT}")
         if about["fleet"] != self._identity:
             raise RefusedError("it belongs to another configuration")
+        if about["software"] != self._software:
+            raise RefusedError(f"it was made with {about['software']}, and this is {self._software}")
         tensors = b""
         with suppress(OSError):
             tensors = path.with_suffix(".safetensors").read_bytes()

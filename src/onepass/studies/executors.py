@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -17,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from onepass.engine.cpu import keep_freed_memory
-from onepass.errors import InputError
+from onepass.errors import InputError, first_line
 from onepass.metrics import Record
 from onepass.studies.store import Provenance
 from onepass.studies.work import Job, work
@@ -93,15 +96,21 @@ class _Processes:
         self._changing = threading.Lock()
         self._stopped = False
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
+        self._leading: list[Future[Trained]] = []
         self._leaders = ThreadPoolExecutor(workers, initializer=_hold_interrupts)
         self._leaders.submit(forkserver.ensure_running)  # it takes seconds: now, while the driver plans
 
     def submit(self, job: Job) -> Future[Trained]:
-        return self._leaders.submit(self._lead, job)
+        future = self._leaders.submit(self._lead, job)
+        self._leading = [other for other in self._leading if not other.done()] + [future]
+        return future
 
     def _lead(self, job: Job) -> Trained:
         try:
-            return self._pool().submit(_work_in_process, job).result()
+            submitted = self._pool().submit(_work_in_process, job)
+            if self._stopped:
+                self._terminate()  # it was started after everybody else had been stopped
+            return submitted.result()
         except BrokenProcessPool:
             self._own.pool = None
             raise WorkerDiedError("a worker process was killed (out of memory?)") from None
@@ -126,10 +135,17 @@ class _Processes:
         with self._changing:
             self._stopped = True
         self._leaders.shutdown(wait=not at_once, cancel_futures=True)
+        while not all(future.done() for future in self._leading):  # a leader may be about to start a process
+            self._terminate()
+            time.sleep(0.02)
+        self._terminate()  # they have nothing to do any more, and would take a second to say good-bye
+        for pool in self._pools:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _terminate(self) -> None:
         for pool in self._pools:
             for process in list((pool._processes or {}).values()):  # terminate_workers() from Python 3.14 on
-                process.terminate()  # they have nothing to do any more, and would take a second to say good-bye
-            pool.shutdown(wait=True, cancel_futures=True)
+                process.terminate()
 
 
 def _hold_interrupts() -> None:
@@ -171,10 +187,12 @@ class _Cluster:
             from distributed import Client
         except ImportError:
             raise InputError("a cluster needs the package distributed: install onepass[cluster]") from None
+        self._address = scheduler
+        _check_address(scheduler)
         try:
             self._client = Client(scheduler, timeout=10, set_as_default=False)
-        except (OSError, ValueError, TimeoutError) as reason:
-            raise InputError(f"no Dask scheduler answers at {scheduler} ({reason}): start one, or leave out --scheduler") from None
+        except Exception as reason:  # whatever Dask makes of an address that answers, but not as a scheduler does
+            raise InputError(f"no Dask scheduler answers at {scheduler} ({first_line(reason)}): start one, or leave out --scheduler") from None
         self.slots = sys.maxsize  # the scheduler knows its workers, which come and go
         self._threads = threads
         self._futures: list[Any] = []
@@ -184,8 +202,20 @@ class _Cluster:
         done.set_running_or_notify_cancel()
         remote = self._client.submit(_work_on_cluster, job, self._threads, key=f"onepass-{job.method}-{job.name}-{len(self._futures)}", pure=False)
         self._futures.append(remote)
-        remote.add_done_callback(lambda finished: _pass_on(finished, done))
+        remote.add_done_callback(lambda finished: self._pass_on(finished, done))
         return done
+
+    def _pass_on(self, remote: Any, done: Future[Trained]) -> None:
+        from distributed.scheduler import KilledWorker
+
+        try:
+            done.set_result(remote.result())
+        except KilledWorker as reason:
+            done.set_exception(WorkerDiedError(first_line(reason)))
+        except CancelledError:
+            done.set_exception(InputError(f"the Dask scheduler at {self._address} is gone: start it, and give the same command again"))
+        except BaseException as reason:
+            done.set_exception(reason)
 
     def steps(self) -> int:
         return 0
@@ -197,15 +227,16 @@ class _Cluster:
         self._client.close()
 
 
-def _pass_on(remote: Any, done: Future[Trained]) -> None:
-    from distributed.scheduler import KilledWorker
-
+def _check_address(scheduler: str) -> None:
+    """Somebody must listen there; Dask itself is wordy about it."""
+    found = re.fullmatch(r"tcp://(?:\[(?P<six>[^]]+)\]|(?P<four>[^:/]+)):(?P<port>\d{1,5})", scheduler)
+    if found is None:
+        raise InputError(f"'{scheduler}' is not the address of a Dask scheduler: write tcp://HOST:PORT")
     try:
-        done.set_result(remote.result())
-    except KilledWorker as reason:
-        done.set_exception(WorkerDiedError(str(reason)))
-    except BaseException as reason:
-        done.set_exception(reason)
+        socket.create_connection((found["six"] or found["four"], int(found["port"])), timeout=10).close()
+    except (OSError, OverflowError) as reason:
+        why = getattr(reason, "strerror", None) or reason
+        raise InputError(f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler") from None
 
 
 def _work_on_cluster(job: Job, threads: int) -> Trained:

@@ -34,6 +34,8 @@ def check_writable(path: Path) -> None:
             if parent.is_file():
                 raise NotADirectoryError(f"{parent} is not a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            return
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as reason:
@@ -48,8 +50,15 @@ def make_folder(path: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write to a temporary name, flush, and rename: a reader sees the old file or the new one, never a part, even after a power cut."""
+    """Write to a temporary name, flush, and rename: a reader sees the old file or the new one, never a part, even after a power cut.
+
+    A link is followed, and what is no plain file (a pipe, a device) is simply written to.
+    """
     try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
         try:
             with os.fdopen(handle, "wb") as file:

@@ -13,7 +13,7 @@ from onepass.studies.recipe import from_stored, united
 from onepass.studies.store import FILE, Store
 
 
-def merge(into: Path, others: Sequence[Path]) -> dict[Path, int]:
+def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
     """Take the finished units of other studies of the same recipe; how many came from each.
 
     A unit that two studies have with different results is a conflict: nothing is changed then.
@@ -27,14 +27,8 @@ def merge(into: Path, others: Sequence[Path]) -> dict[Path, int]:
         recipe = reduce(united, [from_stored(store.contents.study["recipe"]) for store in [*there, *sources]])
         for pair in combinations([*there, *sources], 2):
             _refuse_conflicts(*pair)
-        counts = {}
         with Store.write_to(into, create={"recipe": recipe.stored()}) as store:
-            for source in sources:
-                new = [unit for unit in source.contents.records if unit not in store.contents.records]
-                store.take(source, new)
-                counts[source.folder] = len(new)
-            store.note(recipe=recipe.stored())
-    return counts
+            return list(zip(others, store.take(sources, recipe=recipe.stored()), strict=True))
 
 
 def _refuse_conflicts(ours: Store, theirs: Store) -> None:

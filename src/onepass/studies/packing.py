@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from onepass.errors import InputError
 from onepass.learners import method
 from onepass.protocol import Run, assemble, grid_points
 from onepass.streams.base import Part, Stream
@@ -72,7 +73,13 @@ def cost(stream: Stream, recipe: Recipe, name: str) -> int:
 def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
     """How many runs of a method one fleet should hold on this machine."""
     kind = torch.device(device).type
-    return max(1, min(MOST_ROWS[kind], int(SHARE * _memory(kind) / (workers if kind == "cpu" else 1)) // bytes_a_row(stream, recipe, name, part)))
+    try:
+        needed = bytes_a_row(stream, recipe, name, part)
+    except (MemoryError, RuntimeError):
+        raise InputError(
+            f"a single run of {name} does not fit into the memory of this machine: make the model smaller, or use another machine"
+        ) from None
+    return max(1, min(MOST_ROWS[kind], int(SHARE * _memory(kind) / (workers if kind == "cpu" else 1)) // needed))
 
 
 def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:

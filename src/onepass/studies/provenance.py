@@ -53,7 +53,17 @@ def revision() -> str:
             return commit[:12] + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         pass
-    content = hashlib.sha256()
+    return _source()
+
+
+@cache
+def software() -> str:
+    """What decides the bits of a result besides its configuration."""
+    return f"{_source()} and torch {torch.__version__}"
+
+
+def _source() -> str:
+    package, content = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return f"source-{content.hexdigest()[:12]}"

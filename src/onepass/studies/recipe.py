@@ -193,16 +193,19 @@ def load(
 def grown(stored: Recipe, asked: Recipe) -> Recipe:
     """The recipe of a study with what is asked for now. A grid that lacks what was tried already is refused: the choice would not be its own."""
     both = united(stored, asked)
-    for name in stored.methods:
+    for name in set(stored.methods) & set(asked.methods):
         for hyper, values in stored.grids[name].items():
-            lost = [value for value in values if value not in asked.grids[name].get(hyper, [])]
+            lost = [value for value in values if value not in asked.grids[name][hyper]]
             if lost:
                 raise InputError(f"the study has tried {hyper}={lost[0]:g} of {name} already: a grid may only grow, or choose another folder")
     return both
 
 
 def united(one: Recipe, other: Recipe) -> Recipe:
-    """What two studies have together: their methods, the larger number of seeds, all their grid points. The rest must be the same."""
+    """What two studies have together: their methods, the larger number of seeds, all their grid points. The rest must be the same.
+
+    Each brings the grids and options of its own methods.
+    """
     first, second = one.stored(), other.stored()
     for key, value in first.items():
         if key not in GROWING and second[key] != value:
@@ -210,14 +213,19 @@ def united(one: Recipe, other: Recipe) -> Recipe:
                 f"the study has {key} = {value!r}, not {second[key]!r}: it may get more methods, seeds and grid points;"
                 " for anything else choose another folder"
             )
-    for name in one.methods:
+    both = set(one.methods) & set(other.methods)
+    for name in both:
         if one.method_options(name) != other.method_options(name):
             raise InputError(f"the study has other options of {name} than {second['options'].get(name, {})}: choose another folder for them")
-    methods = list(dict.fromkeys([*one.methods, *other.methods]))
-    mine = {name: grid for name, grid in one.grids.items() if name in one.methods}
-    grids = {name: _joined(mine.get(name, {}), other.grids.get(name, {})) for name in [*mine, *(name for name in other.grids if name not in mine)]}
+    mine = [name for name in one.methods if name not in both]
+    grids = {**other.grids, **{name: one.grids[name] for name in mine}, **{name: _joined(one.grids[name], other.grids[name]) for name in both}}
+    options = {
+        **{name: chosen for name, chosen in other.options.items() if name not in mine},
+        **{n: one.options[n] for n in mine if n in one.options},
+    }
     counts = {key: max(first[key], second[key]) for key in ("seeds", "cv_seeds")}
-    return other.model_copy(update={"methods": methods, "grids": grids, **counts})
+    methods = list(dict.fromkeys([*one.methods, *other.methods]))
+    return other.model_copy(update={"methods": methods, "grids": grids, "options": options, **counts})
 
 
 def _joined(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, list[float]]:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 from onepass.errors import InputError
 from onepass.learners import method
-from onepass.metrics import Record
-from onepass.protocol import Run, grid_points, select
+from onepass.metrics import Record, select
+from onepass.protocol import Run, grid_points
 from onepass.streams.base import Part
 from onepass.studies.files import canonical
 from onepass.studies.recipe import Recipe

@@ -137,15 +137,14 @@ class Store:
     def write_to(cls, folder: Path, create: Mapping[str, Any] | None = None) -> Iterator[Store]:
         """Open a study for writing, which one process at a time may do; a folder without one becomes one with the contents `create`."""
         path = folder / FILE
-        if create is None and not path.is_file():
+        if create is None and not _is_file(path):
             raise no_study(folder)
         check_writable(path)
         make_folder(folder / "arrays")
         lock = _take_lock(folder)
         try:
-            for leftover in folder.glob(f"**/{TEMPORARY}*"):
-                leftover.unlink(missing_ok=True)
             with _refusing(path):
+                _remove_leftovers(folder)
                 connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
             with closing(connection):
                 with _refusing(path):
@@ -159,7 +158,7 @@ class Store:
     def read(cls, folder: Path) -> Iterator[Store]:
         """Open a study to look at it; nothing is changed, and somebody may be writing to it at the same time."""
         path = folder / FILE
-        if not path.is_file():
+        if not _is_file(path):
             raise no_study(folder)
         # Where nobody is writing and no write-ahead log was left, the file can be read as it is, even in a folder that is read-only.
         alone = not running(folder) and not path.with_name(path.name + "-wal").exists()
@@ -246,18 +245,20 @@ class Store:
     def note(self, **values: Any) -> None:
         """Set what the study knows about itself."""
         with self._change() as contents:
-            contents.study.update(values)
-            for key, value in values.items():
-                self._put("study", (key, canonical(value)))
+            self._set(contents, values)
+
+    def _set(self, contents: Contents, values: Mapping[str, Any]) -> None:
+        contents.study.update(values)
+        for key, value in values.items():
+            self._put("study", (key, _ordered(value)))
 
     def restart(self, **study: Any) -> None:
         """Become another study, which only one without results may."""
         with self._change() as contents:
             for table in ("study", "units"):
                 self._connection.execute(f"DELETE FROM {table}")
-            contents.study, contents.entries = {**study, "counts": None}, {}
-            for key, value in study.items():
-                self._put("study", (key, canonical(value)))
+            contents.study, contents.entries = {"counts": None}, {}
+            self._set(contents, study)
 
     def plan(self, fleets: Iterable[Sequence[Unit]]) -> None:
         """Give units their places: each sequence is a new fleet."""
@@ -298,22 +299,29 @@ class Store:
                 stored = Stored(unit, name, violations, float(record.seconds), record.state_bytes, record.diverged, provenance, now)
                 self._insert_record(contents, stored)
 
-    def take(self, other: Store, units: Iterable[str]) -> None:
-        """Copy finished units of another store, all of them or none."""
-        chosen = list(units)
-        for name in {other.contents.records[unit].arrays for unit in chosen}:
-            other._arrays_of(name)  # sound?
-            write(self.folder / "arrays" / name, (other.folder / "arrays" / name).read_bytes())
+    def take(self, others: Sequence[Store], **study: Any) -> list[int]:
+        """Copy the finished units that are not here from other stores, all of them or none, and set what the study knows about itself.
+
+        Returns how many came from each.
+        """
+        for other in others:
+            for name in {stored.arrays for unit, stored in other.contents.records.items() if unit not in self.contents.records}:
+                other._arrays_of(name)  # damaged files are refused before anything is changed
+        counts = []
         with self._change() as contents:
-            first = _next_fleet(contents)
-            for unit in chosen:
-                entry = other.contents.entries[unit]
-                if unit not in contents.entries:
-                    self._place(contents, Entry(entry.unit, first + entry.fleet, entry.place))
-                elif contents.entries[unit].traceback is not None:
-                    known = contents.entries[unit]
+            for other in others:
+                new = [unit for unit in other.contents.records if unit not in contents.records]
+                for name in {other.contents.records[unit].arrays for unit in new}:
+                    write(self.folder / "arrays" / name, (other.folder / "arrays" / name).read_bytes())
+                first = _next_fleet(contents)
+                for unit in new:
+                    theirs = other.contents.entries[unit]
+                    known = contents.entries.get(unit, Entry(theirs.unit, first + theirs.fleet, theirs.place))
                     self._place(contents, Entry(known.unit, known.fleet, known.place))
-                self._insert_record(contents, other.contents.records[unit])
+                    self._insert_record(contents, other.contents.records[unit])
+                counts.append(len(new))
+            self._set(contents, study)
+        return counts
 
     def _place(self, contents: Contents, entry: Entry) -> None:
         contents.entries[entry.unit.id] = entry
@@ -371,6 +379,22 @@ def running(folder: Path) -> bool:
     return False
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as reason:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"cannot read {path} ({reason.strerror}): choose another folder") from None
+
+
+def check_target(path: Path) -> None:
+    """Raise if a table cannot be written to `path`, or should not: the files of a study are its results."""
+    check_writable(path)
+    path = path.resolve()
+    ours = path.name.startswith(FILE) or path.name in ("lock", "progress.json")
+    if (ours and (path.parent / FILE).exists()) or (path.parent.name == "arrays" and (path.parent.parent / FILE).exists()):
+        raise InputError(f"{path} belongs to a study: choose another place")
+
+
 def no_study(folder: Path) -> InputError:
     return InputError(f"there is no study in {folder}: start one with 'onepass run RECIPE --out {folder}'")
 
@@ -392,6 +416,14 @@ def _refusing(path: Path) -> Iterator[None]:
         raise
     except (_DamagedError, sqlite3.Error, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as reason:
         raise _damaged(path, str(reason) or type(reason).__name__) from None
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Files that a killed process had begun to write."""
+    for place in (folder, folder / "arrays", *folder.glob("checkpoints/*")):
+        for leftover in place.glob(f"{TEMPORARY}*"):
+            if leftover.is_file():
+                leftover.unlink(missing_ok=True)
 
 
 def _take_lock(folder: Path) -> int:
@@ -468,7 +500,12 @@ def _create(connection: sqlite3.Connection, study: Mapping[str, Any]) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
     for key, value in {**study, "counts": {"units": 0, "records": 0}}.items():
-        _put(connection, "study", (key, canonical(value)))
+        _put(connection, "study", (key, _ordered(value)))
+
+
+def _ordered(value: Any) -> str:
+    """JSON that keeps the order of a recipe: of equal grid points the one written first is chosen."""
+    return json.dumps(value, allow_nan=False)
 
 
 def _migrate(connection: sqlite3.Connection, version: int) -> None:

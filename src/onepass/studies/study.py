@@ -7,6 +7,7 @@ fleets, and its results are the same to the last bit on the same CPU.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections import Counter
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from onepass.errors import InputError
+from onepass.errors import InputError, first_line
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
@@ -91,7 +92,10 @@ def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer
         source.tasks(part, 0)  # tries the stream's options out on both
     study = _Study(recipe, store, means, source, executor, observer)
     study.go()
-    return {name: result(recipe, name, store) for name in recipe.methods}
+    found = {name: result(recipe, name, store) for name in recipe.methods}
+    if all(method_result.finished for method_result in found.values()):
+        shutil.rmtree(store.folder / "checkpoints", ignore_errors=True)  # also of fleets that somebody else has finished
+    return found
 
 
 class _Study:
@@ -118,7 +122,7 @@ class _Study:
                 self._start()
                 done, _ = wait(self._running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in done:
-                    self._take(self._running.pop(future), future)
+                    self._take(future)
                 self._show()
         except BaseException:
             self._keep_what_is_finished()
@@ -197,8 +201,8 @@ class _Study:
 
     # ---- what came out
 
-    def _take(self, job: Job, future: Future[Trained]) -> None:
-        error = future.exception()
+    def _take(self, future: Future[Trained]) -> None:
+        job, error = self._running[future], future.exception()
         if error is None:
             self._keep(job, *future.result())
         elif isinstance(error, InputError) or not isinstance(error, Exception):
@@ -207,30 +211,35 @@ class _Study:
             self._split(job)
         else:
             self._retry(job, error)
+        del self._running[future]  # not before: what an interrupt hits here is stored on the way out
         if not any(other.method == job.method for other in [*self._running.values(), *self._waiting]):
             self._advance(job.method)
 
     def _keep(self, job: Job, records: list[Record], made: Provenance) -> None:
         named = {unit.id: record for unit, record in zip(job.units, records, strict=True)}
         self.store.add(named, made)
-        checkpoints = job.checkpoints()
-        if checkpoints is not None:
-            checkpoints.discard()
+        self._discard_checkpoints(job)
         self._done += len(job.units) * self._steps[job.method, job.part]
         for unit in job.units:
             self.observer.stored(unit, named[unit.id])
+
+    def _discard_checkpoints(self, job: Job) -> None:
+        checkpoints = job.checkpoints()
+        if checkpoints is not None:
+            checkpoints.discard()
 
     def _split(self, job: Job) -> None:
         halves = packing.deal(job.units, 2)
         self.observer.trouble(job, f"out of memory with {len(job.units)} runs side by side, going on with {len(halves[0])}")
         self.store.plan(halves)
+        self._discard_checkpoints(job)
         for units in halves:
             self._submit(job.method, job.part, units)
 
     def _retry(self, job: Job, error: Exception) -> None:
         self._failures[job.name] += 1
         left = ATTEMPTS - self._failures[job.name]
-        self.observer.trouble(job, f"{_first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
+        self.observer.trouble(job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
         if left:
             self._submit(job.method, job.part, list(job.units))
         else:
@@ -258,7 +267,3 @@ class _Progress:
     def remove(self) -> None:
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -23,7 +23,7 @@ from onepass.streams import stream
 from onepass.streams.base import Part, Stream
 from onepass.studies import fetch
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.provenance import provenance
+from onepass.studies.provenance import provenance, software
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import FILE, Provenance, Unit, fleet_name
 
@@ -55,7 +55,7 @@ class Job:
         """Where this fleet's checkpoints are, if the study's folder is in reach."""
         if self.folder is None or not (Path(self.folder) / FILE).is_file():
             return None
-        return Checkpoints(Path(self.folder) / "checkpoints" / self.name, self.name, self.checkpoint_every)
+        return Checkpoints(Path(self.folder) / "checkpoints" / self.name, self.name, self.checkpoint_every, software())
 
 
 def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[Record], Provenance]:
