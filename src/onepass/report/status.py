@@ -52,12 +52,13 @@ def show(folder: Path, console: Console) -> None:
         counts = {name: count(store, recipe, name) for name in recipe["methods"]}
     busy, now = running(folder), _progress(folder)
     jobs = Counter(now.running.values()) if busy and now else Counter[str]()
-    made = Table(title=f"{recipe['name']} in {folder}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    made = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("method", "choosing", "learning", "running", "failed"):
         made.add_column(heading, justify="left" if heading == "method" else "right")
     for name, found in counts.items():
         parts = [f"{found.done[part]}/{found.wanted[part]}" for part in ("cv", "ev")]
         made.add_row(name, *parts, str(jobs[name] or ""), str(len(found.failed) or ""))
+    console.print(f"{recipe['name']} in {folder}", soft_wrap=True)
     console.print(made)
     done, total = (sum(sum(getattr(found, what).values()) for found in counts.values()) for what in ("done", "wanted"))
     sentence = f"{done} of {total} units done, {sum(jobs.values())} running, {sum(len(found.failed) for found in counts.values())} failed"
