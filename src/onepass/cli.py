@@ -74,8 +74,6 @@ def run(
         check_target(json)
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
-    workers = workers or executors.default_workers(device)
-    means = study.Means(folder, device, workers, keep=out is not None, checkpoint_every=checkpoint_every)
     with (
         _folder(out) as place,
         study.opened(place, asked) as (store, recipe),
@@ -83,7 +81,8 @@ def run(
         Watch(screen, tensorboard, store) as watch,
     ):
         try:
-            with executors.executor(workers, threads, scheduler) as executor:
+            with executors.executor(workers or executors.default_workers(device), threads, scheduler) as executor:
+                means = study.Means(folder, device, workers or executor.workers, keep=out is not None, checkpoint_every=checkpoint_every)
                 results = study.run(recipe, store, means, executor, watch)
         except KeyboardInterrupt as stop:
             watch.interrupted(out)

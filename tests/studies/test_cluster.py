@@ -60,6 +60,11 @@ def kill_a_worker_in_mid_unit(cluster: distributed.LocalCluster, folder: Path, k
     os.kill(killed[0], signal.SIGKILL)
 
 
+def test_a_cluster_tells_how_many_workers_it_has(cluster: distributed.LocalCluster) -> None:
+    with executor(1, 1, cluster.scheduler_address) as where:
+        assert where.workers == 2
+
+
 def test_a_cluster_of_which_a_worker_is_killed_in_mid_unit_gives_the_same_records(cluster: distributed.LocalCluster, tmp_path: Path) -> None:
     expected = records(tmp_path / "here", None)
     killed: list[int] = []

@@ -33,8 +33,9 @@ class WorkerDiedError(Exception):
 
 
 class Executor(Protocol):
-    """Somewhere to train fleets, `slots` of them at a time."""
+    """Somewhere to train fleets: `workers` of them at a time, as far as is known; it takes up to `slots` at once."""
 
+    workers: int
     slots: int
 
     def submit(self, job: Job) -> Future[Trained]: ...
@@ -58,7 +59,7 @@ class _InProcess:
     """Trains in this process, beside the thread that watches."""
 
     def __init__(self, threads: int) -> None:
-        self.slots = 1
+        self.workers = self.slots = 1
         self._steps, self._stopped = 0, False
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -88,7 +89,7 @@ class _Processes:
         # A GPU is safe: that process never touches one.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["onepass.studies.work", "torch._dynamo"])  # tracing imports the latter, which takes a second
-        self.slots = workers
+        self.workers = self.slots = workers
         self._threads = threads
         self._own = threading.local()  # each thread here leads one worker
         self._pools: list[ProcessPoolExecutor] = []
@@ -193,7 +194,8 @@ class _Cluster:
             self._client = Client(scheduler, timeout=10, set_as_default=False)
         except Exception as reason:  # whatever Dask makes of an address that answers, but not as a scheduler does
             raise InputError(f"no Dask scheduler answers at {scheduler} ({first_line(reason)}): start one, or leave out --scheduler") from None
-        self.slots = sys.maxsize  # the scheduler knows its workers, which come and go
+        self.workers = max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
+        self.slots = sys.maxsize  # workers come and go: the scheduler knows best
         self._threads = threads
         self._futures: list[Any] = []
 
