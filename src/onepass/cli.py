@@ -80,6 +80,8 @@ def run(
         _sigterm_is_like_ctrl_c(),
         Watch(screen, tensorboard, store) as watch,
     ):
+        if seeds is not None and seeds < recipe.seeds:
+            screen.print(f"the study has {recipe.seeds} seeds already")
         try:
             with executors.executor(workers or executors.default_workers(device), threads, scheduler) as executor:
                 means = study.Means(folder, device, workers or executor.workers, keep=out is not None, checkpoint_every=checkpoint_every)

@@ -152,7 +152,7 @@ def test_a_diverged_row_stays_diverged_after_resuming(tmp_path: Path) -> None:
     assert_same(go(Checkpoints(tmp_path, "fleet", every=4)), expected)
 
 
-def test_checkpoints_nobody_asked_for_are_written_at_task_ends_only_and_cost_half_a_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_nobody_asked_for_cost_half_a_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     keeper = Checkpoints(tmp_path, "fleet")
@@ -161,6 +161,8 @@ def test_checkpoints_nobody_asked_for_are_written_at_task_ends_only_and_cost_hal
     now += 1
     assert keeper.due(0)
     assert not keeper.due(7)
+    now += checkpoint.LONG
+    assert keeper.due(7), "a task may be the whole stream"
     write = checkpoint.write
 
     def slow(path: Path, content: bytes) -> None:

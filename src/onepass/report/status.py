@@ -50,6 +50,7 @@ def show(folder: Path, console: Console) -> None:
     with Store.read(folder) as store:
         recipe = store.contents.study["recipe"]
         counts = {name: count(store, recipe, name) for name in recipe["methods"]}
+        revisions = {stored.provenance.revision for stored in store.contents.records.values()}
     busy, now = running(folder), _progress(folder)
     jobs = Counter(now.running.values()) if busy and now else Counter[str]()
     made = Table(box=None, padding=(0, 2, 0, 0))
@@ -68,6 +69,8 @@ def show(folder: Path, console: Console) -> None:
     elif done < total:
         sentence += f"; nobody is working on it: go on with 'onepass run --out {folder}'"
     console.print(sentence, soft_wrap=True)
+    if len(revisions) > 1:
+        console.print(f"its results were made by {len(revisions)} versions of the source: {', '.join(sorted(revisions))}", soft_wrap=True)
     for found in counts.values():
         for unit, entry in found.failed.items():
             last = (entry.traceback or "").strip().rpartition("\n")[2]

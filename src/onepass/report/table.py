@@ -61,7 +61,7 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
 
     What was set differently from the recipe stands below: the paper's numbers do not apply to it.
     """
-    title = f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seeds"
+    title = f"{recipe.name}: mean ± population standard deviation over {recipe.seeds} seed{'s' if recipe.seeds > 1 else ''}"
     made = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 1))
     made.add_column("method", no_wrap=True)
     made.add_column("chosen", min_width=8)
@@ -70,7 +70,7 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
     for name, result in results.items():
         found = summaries(result)
         if not result.finished:
-            what = f"{len(result.failed)} units failed" if result.failed else f"{result.missing} units to do"
+            what = f"{len(result.failed)} failed" if result.failed else f"{result.missing} to do"
             made.add_row(name, _chosen(result.hyperparameters) or "–", what)
         elif result.diverged:
             made.add_row(name, "diverged: every grid point, add smaller learning rates")

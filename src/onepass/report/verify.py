@@ -90,9 +90,10 @@ def _judged(recipe: Recipe, result: Result, applies: bool) -> list[tuple[str, st
     published = recipe.paper.published.get(name) if applies else None
     lost = _lost(result)
     if published is None:
-        return [(name, "–", lost or "", "", "unfinished" if result.missing or result.failed else "not published")]
+        todo = f"{result.missing} to do" if result.missing else lost or ""
+        return [(name, "–", todo, "", "unfinished" if result.missing or result.failed else "not published")]
     if result.missing or (result.failed and lost != "out of memory"):
-        return [(name, "–", f"{result.missing} units to do, {len(result.failed)} failed", "", "unfinished")]
+        return [(name, "–", f"{result.missing} to do, {len(result.failed)} failed", "", "unfinished")]
     if isinstance(published, str) or lost:
         # A failure is a result: it is reproduced by the same failure, and numbers are never like a failure.
         was = published if isinstance(published, str) else "learnt"
@@ -137,6 +138,8 @@ def view(found: Verification) -> Group:
     notes = []
     if found.changes:
         notes.append(f"the paper's numbers are not for this study, which has {', '.join(found.changes)}")
+    elif all(verdict.judgement == "not published" for verdict in found.verdicts):
+        notes.append("nothing was compared: the recipe has no published numbers for these methods")
     for judgement, why in {"differs": "a difference that is not explained", "unfinished": "something that is not finished"}.items():
         names = list(dict.fromkeys(v.method for v in found.verdicts if v.judgement == judgement and not v.accepted))
         if names:

@@ -25,10 +25,14 @@ class Watch:
         self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
         self._task = self._progress.add_task("starting", total=None, rate="")
         self._tracking = Tracking(tensorboard, store) if tensorboard is not None else None
+        self._store = store
         self._done: list[str] = []
 
     def __enter__(self) -> Watch:
         self._progress.start()
+        if self._store.contents.records or self._store.contents.entries:
+            checkpoints = len(list(self._store.folder.glob("checkpoints/*/*.json")))
+            self._say(f"going on: {len(self._store.contents.records)} units are done{', and there are checkpoints' if checkpoints else ''}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -36,7 +40,7 @@ class Watch:
 
     def running(self, jobs: list[Job]) -> None:
         names = list(dict.fromkeys(f"{WHAT[job.part]} {job.method}" for job in jobs))
-        self._progress.update(self._task, description=", ".join(names) or "starting")
+        self._progress.update(self._task, description=", ".join(names) or ("done" if self._done else "starting"))
 
     def steps(self, done: int, total: int) -> None:
         speed = self._progress.tasks[0].speed
@@ -58,8 +62,8 @@ class Watch:
 
     def interrupted(self, out: Path | None) -> None:
         self._progress.stop()
-        finished = f"finished: {', '.join(self._done)}" if self._done else "no method was finished"
-        self._say(f"interrupted; {finished}" + (f"; go on with 'onepass run --out {out}'" if out is not None else ""))
+        kept = f"{len(self._store.contents.records)} units are kept in {out}: the same command goes on" if out else "without --out nothing is kept"
+        self._say(f"interrupted; {kept}")
 
     def _say(self, what: str) -> None:
         self._progress.console.print(what, highlight=False, markup=False, soft_wrap=True)

@@ -27,6 +27,7 @@ FORMAT = 1
 KEPT = 2
 SHARE = 0.005  # of a fleet's time may go into checkpoints that nobody asked for
 PATIENCE = 5.0  # seconds before the first of them, whose cost is not known yet
+LONG = 60.0  # seconds after which one is written in the middle of a task, too
 
 
 class RefusedError(Exception):
@@ -37,7 +38,8 @@ class Checkpoints:
     """The checkpoints of one fleet, in a folder of their own.
 
     `identity` names the fleet's configuration and `software` what computes it; a checkpoint of another one is refused. With `every`, one is
-    written after every so many batches and at every task end; without, at task ends as often as costs less than half a percent of the time.
+    written after every so many batches and at every task end; without, at task ends, and once a minute inside long tasks, as often as costs
+    less than half a percent of the time.
     """
 
     def __init__(self, folder: Path, identity: str, every: int | None = None, software: str = "") -> None:
@@ -59,7 +61,7 @@ class Checkpoints:
     def due(self, batches: int) -> bool:
         if self._every is not None:
             return batches % self._every == 0
-        return batches == 0 and time.monotonic() - self._written >= self._wait
+        return time.monotonic() - self._written >= (self._wait if batches == 0 else max(self._wait, LONG))
 
     def keep(self, snapshot: Snapshot) -> None:
         began = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
@@ -24,6 +25,8 @@ from onepass.errors import InputError, first_line
 from onepass.metrics import Record
 from onepass.studies.store import Provenance
 from onepass.studies.work import Job, work
+
+log = logging.getLogger(__name__)
 
 Trained = tuple[list[Record], Provenance]
 
@@ -194,7 +197,10 @@ class _Cluster:
             self._client = Client(scheduler, timeout=10, set_as_default=False)
         except Exception as reason:  # whatever Dask makes of an address that answers, but not as a scheduler does
             raise InputError(f"no Dask scheduler answers at {scheduler} ({first_line(reason)}): start one, or leave out --scheduler") from None
-        self.workers = max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
+        there = len(self._client.scheduler_info(n_workers=-1)["workers"])
+        if there == 0:
+            log.warning("there is no worker at %s yet: waiting for one", scheduler)
+        self.workers = max(1, there)
         self.slots = sys.maxsize  # workers come and go: the scheduler knows best
         self._threads = threads
         self._futures: list[Any] = []

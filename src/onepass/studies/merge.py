@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import reduce
 from itertools import combinations
 from pathlib import Path
 
 from onepass.errors import InputError
-from onepass.studies.recipe import from_stored, united
+from onepass.studies.recipe import Recipe, from_stored, united
 from onepass.studies.store import FILE, Store
 
 
@@ -24,11 +23,21 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
     with ExitStack() as stack:
         sources = [stack.enter_context(Store.read(other)) for other in others]
         there = [stack.enter_context(Store.read(into))] if (into / FILE).exists() else []
-        recipe = reduce(united, [from_stored(store.contents.study["recipe"]) for store in [*there, *sources]])
+        recipe = _united([*there, *sources])
         for pair in combinations([*there, *sources], 2):
             _refuse_conflicts(*pair)
         with Store.write_to(into, create={"recipe": recipe.stored()}) as store:
             return list(zip(others, store.take(sources, recipe=recipe.stored()), strict=True))
+
+
+def _united(stores: Sequence[Store]) -> Recipe:
+    recipe = from_stored(stores[0].contents.study["recipe"])
+    for store in stores[1:]:
+        try:
+            recipe = united(recipe, from_stored(store.contents.study["recipe"]))
+        except InputError as reason:
+            raise InputError(f"{store.folder} is another study than {stores[0].folder} ({reason}): merge only studies of the same settings") from None
+    return recipe
 
 
 def _refuse_conflicts(ours: Store, theirs: Store) -> None:

@@ -197,7 +197,7 @@ def grown(stored: Recipe, asked: Recipe) -> Recipe:
         for hyper, values in stored.grids[name].items():
             lost = [value for value in values if value not in asked.grids[name][hyper]]
             if lost:
-                raise InputError(f"the study has tried {hyper}={lost[0]:g} of {name} already: a grid may only grow, or choose another folder")
+                raise InputError(f"{hyper} = {lost[0]:g} of {name} was tried already, and a grid may only grow")
     return both
 
 
@@ -209,14 +209,11 @@ def united(one: Recipe, other: Recipe) -> Recipe:
     first, second = one.stored(), other.stored()
     for key, value in first.items():
         if key not in GROWING and second[key] != value:
-            raise InputError(
-                f"the study has {key} = {value!r}, not {second[key]!r}: it may get more methods, seeds and grid points;"
-                " for anything else choose another folder"
-            )
+            raise InputError(f"{key} = {value!r}, not {second[key]!r}")
     both = set(one.methods) & set(other.methods)
     for name in both:
         if one.method_options(name) != other.method_options(name):
-            raise InputError(f"the study has other options of {name} than {second['options'].get(name, {})}: choose another folder for them")
+            raise InputError(f"options of {name} = {first['options'].get(name, {})}, not {second['options'].get(name, {})}")
     mine = [name for name in one.methods if name not in both]
     grids = {**other.grids, **{name: one.grids[name] for name in mine}, **{name: _joined(one.grids[name], other.grids[name]) for name in both}}
     options = {

@@ -72,6 +72,7 @@ def result(recipe: Recipe, name: str, store: Store) -> Result:
     found = Result(name)
     found.cross_validation = _collect(found, store, cross_validation(recipe, name))
     if found.missing:
+        found.missing += recipe.seeds
         return found
     broken = {tuple(store.contents.entries[unit].unit.hyperparameters.items()) for unit in found.failed}
     sound = [record for record in found.cross_validation if tuple(record.hyperparameters.items()) not in broken]

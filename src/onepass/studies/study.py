@@ -76,12 +76,22 @@ def opened(folder: Path, asked: Recipe) -> Iterator[tuple[Store, Recipe]]:
     """The study in a folder, begun if there is none, and its recipe, grown by what is asked for now."""
     with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
         stored = store.contents.study["recipe"]
-        recipe = grown(from_stored(stored), asked) if store.contents.records else asked
+        recipe = _grown(folder, from_stored(stored), asked) if store.contents.records else asked
         if not store.contents.records and recipe.stored() != stored:
             store.restart(recipe=recipe.stored())  # nothing would be lost, and the first try may have been a mistake
         elif recipe.stored() != stored:
             store.note(recipe=recipe.stored())
         yield store, recipe
+
+
+def _grown(folder: Path, stored: Recipe, asked: Recipe) -> Recipe:
+    try:
+        return grown(stored, asked)
+    except InputError as reason:
+        raise InputError(
+            f"the study in {folder} is another one ({reason}): it may get more methods, seeds and grid points;"
+            f" go on with it as it is by 'onepass run --out {folder}', or choose another folder"
+        ) from None
 
 
 def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer: Observer) -> dict[str, Result]:
@@ -251,13 +261,17 @@ class _Progress:
 
     def __init__(self, path: Path, total: int) -> None:
         self._path, self._total = path, total
-        self._began = self._shown = time.time()
+        self._shown = time.time()
+        self._began: tuple[float, int] | None = None  # when the first steps were counted, and how many those were
 
     def show(self, jobs: list[Job], steps: int) -> None:
         if time.time() - self._shown < 1:
             return
         self._shown = time.time()
-        content: dict[str, Any] = {"began": self._began, "steps": min(steps, self._total), "total": self._total}
+        if self._began is None and steps > 0:
+            self._began = self._shown, steps
+        began, before = self._began or (self._shown, 0)
+        content: dict[str, Any] = {"began": began, "steps": min(steps, self._total) - before, "total": self._total - before}
         content["running"] = {unit.id: job.method for job in jobs for unit in job.units}
         partial = self._path.with_name(TEMPORARY + self._path.name)
         with suppress(OSError):
