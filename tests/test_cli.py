@@ -108,6 +108,11 @@ def test_bad_input_is_one_sentence(command: str, mentions: str, tmp_path: Path, 
     assert mentions.format(tmp=tmp_path) in line
 
 
+def test_a_refused_command_leaves_no_study_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refusal(capsys, "run", "quickstart", "--set", "train_examples=1000000", "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", ["status", "merge some", "run quickstart --sedes 3", "run quickstart --seeds some", "data get", "walk"])
 def test_wrong_usage_exits_with_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*command.split()) == 2

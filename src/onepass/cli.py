@@ -74,6 +74,7 @@ def run(
         check_target(json)
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
+    study.try_stream(asked, folder)  # before anything is written
     with (
         _folder(out) as place,
         study.opened(place, asked) as (store, recipe),

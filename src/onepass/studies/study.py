@@ -71,6 +71,14 @@ def check_device(device: str) -> str:
     return device
 
 
+def try_stream(recipe: Recipe, data: str | None) -> Stream:
+    """The stream of a recipe, with its options tried out on both parts."""
+    source = open_stream(recipe, data)
+    for part in PARTS:
+        source.tasks(part, 0)
+    return source
+
+
 @contextmanager
 def opened(folder: Path, asked: Recipe) -> Iterator[tuple[Store, Recipe]]:
     """The study in a folder, begun if there is none, and its recipe, grown by what is asked for now."""
@@ -97,9 +105,7 @@ def _grown(folder: Path, stored: Recipe, asked: Recipe) -> Recipe:
 def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer: Observer) -> dict[str, Result]:
     """Do what is missing: the whole protocol for every method of the recipe."""
     store.forgive()
-    source = open_stream(recipe, means.data)
-    for part in PARTS:
-        source.tasks(part, 0)  # tries the stream's options out on both
+    source = try_stream(recipe, means.data)
     study = _Study(recipe, store, means, source, executor, observer)
     study.go()
     found = {name: result(recipe, name, store) for name in recipe.methods}
