@@ -67,7 +67,7 @@ class Checkpoints:
         began = time.monotonic()
         make_folder(self._folder)
         path = self._folder / f"{snapshot.phase:04d}-{snapshot.batches:08d}.json"
-        tensors = safetensors.torch.save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in snapshot.tensors.items()})
+        tensors = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in snapshot.tensors.items()})
         about: dict[str, Any] = {
             "format": FORMAT,
             "fleet": self._identity,
