@@ -67,7 +67,7 @@ def run(
     from onepass.report.watch import Watch
     from onepass.streams import stream
     from onepass.studies import executors, fetch, study
-    from onepass.studies.store import check_target
+    from onepass.studies.database import check_target
 
     device = study.check_device(device)
     if json is not None:
@@ -162,10 +162,10 @@ def print_table(
 
 def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None) -> None:
     from onepass.report import table
-    from onepass.studies import files, store
+    from onepass.studies import database, files
 
     for target in filter(None, (json, csv)):
-        store.check_target(target)
+        database.check_target(target)
     if json is not None:
         files.write_json(json, table.document(recipe, results))
     if csv is not None:

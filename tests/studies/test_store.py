@@ -19,11 +19,12 @@ import pytest
 
 from onepass.errors import InputError
 from onepass.metrics import Record
-from onepass.studies import files, store
+from onepass.studies import database, files
+from onepass.studies.database import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
-from onepass.studies.store import FILE, Provenance, Store, Unit
+from onepass.studies.store import Provenance, Store, Unit
 from toys import mutated
 
 RECIPE = load("quickstart", ["grids.van.learning_rate=[0.1, 0.03]"], "van,a-gem", 2)
@@ -109,12 +110,12 @@ def test_the_plan_survives_and_failed_units_are_tried_again_when_forgiven(tmp_pa
 def test_one_process_at_a_time_may_write_and_readers_do_not_mind(tmp_path: Path) -> None:
     with study(tmp_path) as opened:
         opened.plan([GRID])
-        assert store.running(tmp_path)
+        assert database.running(tmp_path)
         with pytest.raises(InputError, match="another process is working"), study(tmp_path):
             pass
         with Store.read(tmp_path) as reader:
             assert len(reader.contents.entries) == 2
-    assert not store.running(tmp_path)
+    assert not database.running(tmp_path)
 
 
 def test_reading_leaves_no_trace(tmp_path: Path) -> None:
@@ -159,10 +160,10 @@ def test_a_store_of_an_older_version_is_brought_up_to_date(tmp_path: Path, monke
 
     def add_host(connection: sqlite3.Connection) -> None:
         """An imagined version 2 that knows who made the study."""
-        store._put(connection, "study", ("host", '"unknown"'))
+        database.put(connection, "study", ("host", '"unknown"'))
 
-    monkeypatch.setattr(store, "VERSION", 2)
-    monkeypatch.setitem(store.MIGRATIONS, 1, add_host)
+    monkeypatch.setattr(database, "VERSION", 2)
+    monkeypatch.setitem(database.MIGRATIONS, 1, add_host)
     with Store.read(tmp_path) as opened:
         assert opened.contents.study["host"] == "unknown"
         assert opened.record(GRID[0].id).same_as(record(GRID[0]))
@@ -181,8 +182,8 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "VERSION", 2)
-        patch.setitem(store.MIGRATIONS, 1, fail_half_way)
+        patch.setattr(database, "VERSION", 2)
+        patch.setitem(database.MIGRATIONS, 1, fail_half_way)
         with pytest.raises(InputError, match="disk I/O error"), study(tmp_path):
             pass
     with Store.read(tmp_path) as opened:
@@ -191,7 +192,7 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
 def test_a_store_of_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(store, "VERSION", 9)
+        patch.setattr(database, "VERSION", 9)
         fill(tmp_path)
     for opening in (Store.read(tmp_path), study(tmp_path)):
         with pytest.raises(InputError, match="newer onepass"), opening:

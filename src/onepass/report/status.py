@@ -16,7 +16,8 @@ from rich.table import Table
 
 from onepass.errors import InputError
 from onepass.metrics import select
-from onepass.studies.store import Entry, Store, running
+from onepass.studies.database import running
+from onepass.studies.store import Entry, Store
 
 PROGRESS = "progress.json"  # what the driving process writes once a second
 

@@ -8,8 +8,9 @@ from itertools import combinations
 from pathlib import Path
 
 from onepass.errors import InputError
+from onepass.studies.database import FILE
 from onepass.studies.recipe import Recipe, from_stored, united
-from onepass.studies.store import FILE, Store
+from onepass.studies.store import Store
 
 
 def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:

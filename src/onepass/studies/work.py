@@ -23,9 +23,10 @@ from onepass.streams import stream
 from onepass.streams.base import Part, Stream
 from onepass.studies import fetch
 from onepass.studies.checkpoint import Checkpoints
+from onepass.studies.database import FILE
 from onepass.studies.provenance import provenance, software
 from onepass.studies.recipe import Recipe
-from onepass.studies.store import FILE, Provenance, Unit, fleet_name
+from onepass.studies.store import Provenance, Unit, fleet_name
 
 _one_fleet_at_a_time = threading.Lock()  # in a process: building a model sets the process's random seed for a moment
 
