@@ -72,6 +72,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("run quickstart --checkpoint-every 0", "--checkpoint-every 0"),
         ("run", "name a recipe to run"),
         ("run --out {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
+        ("run {tmp}/harmed", "go on with it by 'onepass run --out {tmp}/harmed'"),
         ("run quickstart --scheduler nonsense", "write tcp://HOST:PORT"),
         ("run quickstart --json {tmp}/harmed/study.sqlite", "belongs to a study"),
         ("run quickstart --out {tmp}/file/study", "{tmp}/file is not a folder"),

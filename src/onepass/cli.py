@@ -98,9 +98,12 @@ def run(
 
 def _asked(name: str | None, change: list[str] | None, methods: str | None, seeds: int | None, out: Path | None) -> Recipe:
     from onepass.studies import recipe
+    from onepass.studies.database import FILE
     from onepass.studies.store import Store
 
     if name is not None:
+        if (Path(name) / FILE).exists():
+            raise InputError(f"{name} is the folder of a study, not a recipe: go on with it by 'onepass run --out {name}'")
         return recipe.load(name, change, methods, seeds)
     if out is None:
         raise InputError("name a recipe to run ('onepass list' shows them), or the folder of a study to go on with by --out")
