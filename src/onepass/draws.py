@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     INITIAL = 7  # initial parameters
     LAYERS = 8  # random layers of the model itself, such as dropout
     SPLIT = 9  # training and test examples of a data set that comes without that division
+    CONSTRAINT = 10  # the past task whose constraint a step respects
+    LABELS = 11  # labels from the model's own prediction
 
 
 def _signed(value: int) -> int:

@@ -6,7 +6,7 @@ examples pass by has the same distribution and needs no second look at the data;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -53,6 +53,7 @@ class EpisodicMemory:
         self.tasks, self.budget = tasks, budget
         self.policy, self.include_current, self.with_replacement = policy, include_current, with_replacement
         self.sizes = [0] * fleet.runs  # visible examples of each run, as the host knows them
+        self._counts: list[list[int]] = []  # and of each past task and run
         self._x: Tensor | None = None  # [R, T·budget + 1, …]: past tasks, then the current one; the last place takes what is thrown away
         self._slots = torch.zeros(fleet.runs, tasks * budget + 1, dtype=torch.int64, device=fleet.device)
         self._task = torch.full_like(self._slots, -1)
@@ -136,7 +137,26 @@ class EpisodicMemory:
         self._ahead = None
         self._start += self._filled
         self._filled = torch.zeros_like(self._start)
+        self._count()
+
+    def _count(self) -> None:
+        """Let the host know how much of each task is visible. Tasks lie one behind the other."""
         self.sizes = [int(n) for n in self._start[:, 0].tolist()]
+        visible = torch.arange(self._task.shape[1], device=self.fleet.device) < self._start
+        owner = torch.where(visible, self._task, -1)
+        self._counts = [[int(n) for n in (owner == task).sum(1).tolist()] for task in range(self.task + 1)]
+
+    def of(self, tasks: Sequence[int]) -> Batch:
+        """All that is kept of one past task a run: `tasks[r]` in row `r`."""
+        assert self._x is not None
+        counts = [self._counts[task][r] for r, task in enumerate(tasks)]
+        starts = [sum(self._counts[earlier][r] for earlier in range(task)) for r, task in enumerate(tasks)]
+        width = max(counts)
+        if len(set(starts)) == 1:
+            piece = slice(starts[0], starts[0] + width)
+            return Batch(self._x[:, piece], self._slots[:, piece], tuple(counts))
+        index = torch.tensor(starts)[:, None] + torch.arange(width) % torch.tensor(counts).clamp(min=1)[:, None]
+        return self._take(index.to(self.fleet.device, non_blocking=True), tuple(counts))
 
     def draw(self, count: int) -> Batch | None:
         """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
@@ -208,4 +228,4 @@ class EpisodicMemory:
         self.begin_task(task)
         for name, tensor in state.items():
             setattr(self, f"_{name}", tensor.to(self.fleet.device))
-        self.sizes = [int(n) for n in self._start[:, 0].tolist()]
+        self._count()

@@ -102,7 +102,8 @@ def train(
     of the training: with `evaluate=False` the parameters end bit-identical. A `keeper` is given snapshots at task ends and in between, as
     often as it likes; if it has one already, training goes on from there and ends bit-identical too.
     """
-    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
+    learner_options = options or method.learner.options()
+    feed, fleet, learner = assemble(stream, part, method, runs, setup, learner_options, device=device)
     record = _Recorder(fleet, learner, feed, evaluate)
     saved = keeper.last() if keeper is not None else None
     first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
@@ -131,6 +132,8 @@ def train(
             if progress is not None:
                 progress(sum(n > 0 for n in batch.sizes) if batch.sizes is not None else fleet.runs)
             keep_if_due(phase, number)
+        if learner.looks_again(learner_options):
+            learner.review(feed.batches(phase))
         learner.end_task()
         record.clock.stop()
         record.end_task()
@@ -204,7 +207,7 @@ def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
     right = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
     counts = torch.tensor(batch.sizes or [total] * fleet.runs, device=fleet.device)
     for start in range(0, total, EVALUATE_AT_ONCE):
-        piece = Batch(batch.x[:, start : start + EVALUATE_AT_ONCE], batch.slots[:, start : start + EVALUATE_AT_ONCE])
+        piece = Batch(batch.x[:, start : start + EVALUATE_AT_ONCE], batch.slots[:, start : start + EVALUATE_AT_ONCE], task=batch.task)
         correct = fleet.competition.correct(learner.scores(piece), piece.slots)
         counted = torch.arange(start, start + correct.shape[1], device=fleet.device) < counts[:, None]
         right += (correct & counted).sum(1)
@@ -247,9 +250,10 @@ class _Recorder:
         self.fleet, self.learner, self.feed, self.evaluate = fleet, learner, feed, evaluate
         runs, tasks, phases = fleet.runs, feed.tasks, feed.phases
         self.clock = _Clock(fleet.device)
+        self._has_curve = learner.has_curve and not feed.joined
         self.diverged = [False] * runs
         self._accuracy = np.full((runs, phases, tasks), np.nan)
-        self._curve = np.full((runs, 0 if feed.joined else tasks, BETA + 1), np.nan)
+        self._curve = np.full((runs, tasks if self._has_curve else 0, BETA + 1), np.nan)
         self._memory = np.full((runs, tasks, tasks), np.nan)
         self._violations: list[list[int]] = [[] for _ in range(runs)]
         self._initial = np.full((runs, tasks), np.nan)
@@ -279,13 +283,13 @@ class _Recorder:
     def begin_task(self, phase: int, batches: int = 0) -> None:
         """Task `phase` begins, or goes on after some batches."""
         self._phase = phase
-        if self.evaluate and not self.feed.joined:
+        if self.evaluate and self._has_curve:
             self._test = self.feed.test(phase)
             if batches == 0:
                 self._curve[:, phase, 0] = self._on(self._test)
 
     def after_batch(self, number: int, batch: Batch) -> None:
-        if self.evaluate and not self.feed.joined:
+        if self.evaluate and self._has_curve:
             took_part = np.array([n > 0 for n in batch.sizes]) if batch.sizes is not None else True
             self._curve[:, self._phase, number] = np.where(took_part, self._on(self._test), np.nan)
 

@@ -94,7 +94,7 @@ class Fleet:
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
         self._prepare, self._mode, self._head, self._make_optimizer = prepare, gradients, head, optimizer
-        self._generation, self._bound = 0, False
+        self.build, self._generation, self._bound = build, 0, False
         self._assemble([self._build(build, seed) for seed in seeds])
 
     @classmethod
@@ -168,18 +168,21 @@ class Fleet:
 
     # ---- what learners call
 
-    def grad(self, batch: Batch, *, loss: Loss | None = None, theta: Tensor | None = None, update_buffers: bool = True) -> tuple[Tensor, Tensor]:
+    def grad(
+        self, batch: Batch, *, loss: Loss | None = None, theta: Tensor | None = None, update_buffers: bool = True, training: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Gradients `[R, P]` and losses `[R]` of every run on its own batch, by default of the cross-entropy over the competing slots.
 
         Inside a step the gradient is a workspace that the next step writes over: a learner that keeps one keeps a copy of it. Columns of
         frozen parameters are zero, and so are rows whose batch is empty. `update_buffers` says whether this pass moves batch-norm
-        statistics. `loss(logits, slots, extra)` must be the same function in every step and depend on its arguments alone, since it is
+        statistics; with `training=False` the network is as in evaluation (running statistics, no dropout), and moves nothing.
+        `loss(logits, slots, extra)` must be the same function in every step and depend on its arguments alone, since it is
         traced once; what changes from step to step goes into the batch's `extra`.
         """
-        if not self.architecture.module.training:
-            self.architecture.module.train()
+        if self.architecture.module.training != training:
+            self.architecture.module.train(training)
         at = Point(self.theta if theta is None else theta, self.buffers, self.descriptors, self.seeds, self.step)
-        g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers)
+        g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers and training)
         if theta is None:
             self._alive.logical_and_(losses < LOST if loss is None else losses.isfinite())
         return g, losses
@@ -188,18 +191,19 @@ class Fleet:
         return self.competition.cross_entropy(logits, slots)
 
     @torch.no_grad()
-    def forward(self, batch: Batch, *, theta: Tensor | None = None) -> Output:
+    def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
         """Logits and features in evaluation mode; changes nothing."""
         self.architecture.module.eval()
+        statistics = dict(self.buffers if buffers is None else buffers)
         parameters = self.architecture.views(self.theta if theta is None else theta)
         if self.gradients.stacked and self.device.type == "cuda":
             described = None if self.descriptors is None else 0
-            return Output(*vmap(self.architecture.call, in_dims=(0, 0, 0, described))(parameters, self.buffers, batch.x, self.descriptors))
+            return Output(*vmap(self.architecture.call, in_dims=(0, 0, 0, described))(parameters, statistics, batch.x, self.descriptors))
         results = []
         for r in range(self.runs):
-            buffers = {name: b[r] for name, b in self.buffers.items()}
+            mine = {name: b[r] for name, b in statistics.items()}
             described_r = None if self.descriptors is None else self.descriptors[r]
-            results.append(self.architecture.call([p[r] for p in parameters], buffers, batch.x[r], described_r))
+            results.append(self.architecture.call([p[r] for p in parameters], mine, batch.x[r], described_r))
         logits, features = zip(*results, strict=True)
         return Output(torch.stack(logits), torch.stack(features))
 
@@ -249,13 +253,13 @@ class Fleet:
 
     def counters(self) -> dict[str, int]:
         """What the host counts with."""
-        return {"partial": int(self._partial)}
+        return {"partial": int(self._partial), "generation": self._generation}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
         """Go on from a saved `state()` of the same runs and architecture."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
-        self._partial = bool(counters["partial"])
+        self._partial, self._generation = bool(counters["partial"]), counters["generation"]
         self._gate(None)
 
     def state_bytes(self) -> int:

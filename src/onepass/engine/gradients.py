@@ -183,7 +183,7 @@ class Gradients:
 
     def _program(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
         inputs = arguments[len(self.architecture.names) + len(row.buffers) :]
-        key = (stacked, row.loss, row.extra, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        key = (stacked, self.architecture.module.training, row.loss, row.extra, *((tensor.shape, tensor.dtype) for tensor in inputs))
         if key not in self._programs:
             self._programs[key] = self._build(row, arguments, outputs, stacked)
         return self._programs[key]

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from onepass.errors import unknown
 from onepass.learners.agem import AGem
 from onepass.learners.base import Learner
+from onepass.learners.er import Er
 from onepass.learners.ewc import Ewc
+from onepass.learners.gem import Gem
+from onepass.learners.icarl import ICarl
+from onepass.learners.mas import Mas
+from onepass.learners.mega1 import Mega1
+from onepass.learners.mega2 import Mega2
+from onepass.learners.pi import Pi
+from onepass.learners.prognn import ProgNN
+from onepass.learners.rwalk import RWalk
+from onepass.learners.sgem import SGem
 from onepass.learners.van import Van
 
 
@@ -26,8 +36,18 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "van": Method(Van, "plain SGD on the current task, nothing against forgetting"),
+    "icarl": Method(ICarl, "nearest mean of exemplars, on features learnt with distillation from the network before the task"),
     "ewc": Method(Ewc, "elastic weight consolidation: a quadratic pull towards the past, weighted by the Fisher information"),
+    "pi": Method(Pi, "path integral (synaptic intelligence): the pull is weighted by how much a parameter's path lowered the loss"),
+    "mas": Method(Mas, "memory aware synapses: the pull is weighted by how much a parameter moves the outputs"),
+    "rwalk": Method(RWalk, "Riemannian walk: the pull is weighted by Fisher information and path together"),
+    "prog-nn": Method(ProgNN, "progressive networks: a new column a task, all earlier ones frozen"),
+    "gem": Method(Gem, "gradient episodic memory: never step against the gradient of any past task"),
+    "s-gem": Method(SGem, "stochastic GEM: never step against the gradient of one past task, drawn anew for every step"),
     "a-gem": Method(AGem, "averaged gradient episodic memory: never step against the average gradient of the past"),
+    "er": Method(Er, "experience replay: every batch is joined with one of the memory"),
+    "mega-1": Method(Mega1, "MEGA-I: gradient and reference gradient, weighted by their losses"),
+    "mega-2": Method(Mega2, "MEGA-II: the gradient rotated towards the reference gradient by an angle that their losses decide"),
     "multi-task": Method(Van, "plain SGD on one shuffled pass over all tasks at once: an upper bound, not lifelong learning", joined=True),
 }
 

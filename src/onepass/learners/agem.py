@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from onepass.engine.algebra import dot
 from onepass.engine.fleet import Fleet
-from onepass.learners.base import Learner
+from onepass.learners.base import Reference, Referring
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
 
@@ -33,44 +32,24 @@ def project(g: Tensor, reference: Tensor, out: Tensor | None = None) -> tuple[Te
     return torch.addcmul(g, torch.where(violated, product / square, 0), reference, value=-1, out=out), violated
 
 
-@dataclass(frozen=True)
-class Options:
-    """`reference_batch` examples are drawn from the memory a step; `reference_moves_buffers` lets that pass move batch-norm statistics, as the
-    authors' code does."""
-
-    reference_batch: int = 256
-    reference_moves_buffers: bool = True
-
-
-class AGem(Learner):
+class AGem(Referring):
     """`g̃ = g − (gᵀ g_ref / g_refᵀ g_ref) g_ref` where `gᵀ g_ref < 0`, with `g_ref` the gradient on a random batch of the episodic memory.
 
     While learning a task, the average loss on the memory of all past tasks must not increase (equation for `g̃` in the section on A-GEM).
     """
 
-    options = Options
-    needs_memory = True
     keeps = ("violations",)
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
-        self.episodic: EpisodicMemory = memory
-        self.reference_batch, self.moves = options.reference_batch, options.reference_moves_buffers
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
-
-    def begin_task(self, task: int) -> None:
-        self.episodic.begin_task(task)
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
-        reference = self.episodic.draw(self.reference_batch)
-        self.episodic.observe(batch)
+        reference = self.rehearse(batch)
         if reference is None:
             return g
-        g_ref, _ = self.fleet.grad(reference, update_buffers=self.moves)
+        g_ref, _ = reference
         g, violated = project(g, g_ref, out=g)
         self.violations += (violated & self.fleet.active)[:, 0]
         return g
-
-    def end_task(self) -> None:
-        self.episodic.end_task()

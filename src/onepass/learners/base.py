@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,6 +31,8 @@ class Learner(ABC):
     options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the method's options
     needs_memory: ClassVar[bool] = False
     keeps: ClassVar[tuple[str, ...]] = ()  # attributes that are state, memory aside
+    has_curve: ClassVar[bool] = True  # can it answer in the middle of a task?
+    asks_host: ClassVar[bool] = False  # the exception to the rule that no step waits for the device
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
@@ -48,6 +50,14 @@ class Learner(ABC):
 
     def after_step(self, delta: Tensor) -> None:
         """After the fleet moved theta by `delta [R, P]`."""
+
+    @classmethod
+    def looks_again(cls, options: object) -> bool:
+        """Does it need a second look at a task's data? The table says so."""
+        return False
+
+    def review(self, batches: Iterable[Batch]) -> None:
+        """The second look: all batches of the task again, before it ends. For methods that `looks_again`."""
 
     def end_task(self) -> None:
         """After the last batch of a task."""
@@ -70,8 +80,65 @@ class Learner(ABC):
             before = getattr(self, name)
             setattr(self, name, state[name].to(self.fleet.device) if isinstance(before, Tensor) else type(before)(counters[name]))
 
+    @classmethod
+    def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
+        """How many examples a step looks at besides its batch, on average: what it costs."""
+        return 0
+
+    def peak_bytes(self, tasks: int) -> int:
+        """Bytes a run needs at most in a stream of `tasks`, activations and memory aside: parameters, state, and the gradients of a step."""
+        gradients = 3  # of the batch, of a reference batch, and a temporary one
+        return self.fleet.state_bytes() + self.state_bytes() + gradients * self.fleet.theta.nbytes // self.fleet.runs
+
     def state_bytes(self) -> int:
         """Bytes of the method's state a run, episodic memory included."""
         tensors = [*self.state().values(), *(self.memory.state().values() if self.memory else ())]
         total: int = sum(t.nbytes for t in tensors)
         return total // self.fleet.runs
+
+
+class Rehearsal(Learner):
+    """Base of the methods that look back at an episodic memory."""
+
+    needs_memory = True
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.episodic: EpisodicMemory = memory
+
+    def begin_task(self, task: int) -> None:
+        self.episodic.begin_task(task)
+
+    def end_task(self) -> None:
+        self.episodic.end_task()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`reference_batch` examples are drawn from the memory a step; `reference_moves_buffers` lets that pass move batch-norm statistics, as the
+    A-GEM authors' code does."""
+
+    reference_batch: int = 256
+    reference_moves_buffers: bool = True
+
+
+class Referring(Rehearsal):
+    """Base of the methods that compare a step with a random reference batch of the memory."""
+
+    options = Reference
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.reference_batch, self.moves = options.reference_batch, options.reference_moves_buffers
+
+    @classmethod
+    def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
+        assert isinstance(options, Reference)
+        return min(options.reference_batch, tasks * memory_per_task)
+
+    def rehearse(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """The reference gradient `[R, P]` and its loss `[R]`, None while there is no past; then the memory may keep what it likes of the
+        current batch."""
+        reference = self.episodic.draw(self.reference_batch)
+        self.episodic.observe(batch)
+        return None if reference is None else self.fleet.grad(reference, update_buffers=self.moves)

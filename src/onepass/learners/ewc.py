@@ -1,79 +1,88 @@
-"""EWC: elastic weight consolidation (Kirkpatrick et al., PNAS 2017) in the online form that the A-GEM authors compare with."""
+"""EWC: elastic weight consolidation (Kirkpatrick et al.: Overcoming catastrophic forgetting in neural networks, PNAS 2017)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from onepass.draws import Purpose, Source, uniform_at
 from onepass.engine.fleet import Fleet
-from onepass.learners.base import Learner
+from onepass.learners.anchored import examples, scaled, singly
+from onepass.learners.fisher import MovingFisher
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
-
-NEW = 0.9  # weight of the new estimate in the moving average
 
 
 @dataclass(frozen=True)
 class Options:
-    """The Fisher estimate is averaged in every `fisher_every` steps. `flush` averages in what is left at the end of a task; without it the
-    rest waits for the next task, as in the authors' code, where a task shorter than `fisher_every` steps leaves no importance at all."""
+    """`fisher = "per-task"` is the original: the Fisher information of each task at its end, from a second look at its data, with an anchor a
+    task. `"moving-average"` is the online form that the A-GEM authors compare with: see `MovingFisher` for `fisher_every` and `flush`.
+    `normalise` scales importances to [0, 1], as their code does. `labels` of the Fisher information a task are drawn from the model's own
+    prediction, which is its definition, or taken from the data (the empirical Fisher information).
+    """
 
+    fisher: Literal["per-task", "moving-average"] = "per-task"
+    normalise: bool = False
+    labels: Literal["model", "data"] = "model"
     fisher_every: int = 10
     flush: bool = True
 
 
-class Ewc(Learner):
-    """Gradient of `ℓ(θ) + λ Σ_i F_i (θ_i − θ*_i)²`, `θ*` the parameters at the end of the last task.
+class Ewc(MovingFisher):
+    """Gradient of `ℓ(θ) + λ Σ_k Σ_i F_{k,i} (θ_i − θ*_{k,i})²`, over past tasks `k` with `θ*_k` the parameters at the end of task `k`.
 
-    `F ← 0.1 F + 0.9 mean(g²)` over the batch-mean gradients `g` of the last `fisher_every` steps; at the end of a task it is scaled to [0, 1]
-    over the whole network (minimum and maximum). No factor ½.
+    `F_k = E_x E_{y ~ p_θ(·|x)} (∂ log p_θ(y|x) / ∂θ)²` at `θ*_k`. A sum of such pulls is one pull with `F = Σ_k F_k` towards
+    `θ* = Σ_k F_k θ*_k / F`, so the state does not grow. Our `λ` is half of Kirkpatrick's. As a moving average, `F` is that of `MovingFisher` and
+    `θ*` the end of the last task.
     """
 
-    hyperparameters = ("strength",)
     options = Options
-    keeps = ("fisher", "squares", "count", "pull", "anchor", "anchored", "steps")
+    keeps = (*MovingFisher.keeps, "total")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
-        self.every, self.flush = options.fisher_every, options.flush
-        self.strength = columns["strength"]
-        self.fisher = torch.zeros_like(fleet.theta)
-        self.squares = torch.zeros_like(fleet.theta)  # sum of g² since the last average
-        self.count = torch.zeros_like(fleet.active, dtype=torch.int64)  # and over how many steps
-        self.pull = torch.zeros_like(fleet.theta)  # 2 λ F
-        self.anchor = fleet.theta.clone()
-        self.anchored = False
-        self._away = torch.empty_like(fleet.theta)  # room for θ − θ*
-        self.steps = 0
+        self.moving, self.normalise = options.fisher == "moving-average", options.normalise
+        self.from_model = options.labels == "model"
+        self.total = torch.zeros_like(fleet.theta[:, : 0 if self.moving else None])  # Σ_k F_k
+        self._luck = Source(fleet.seeds, Purpose.LABELS)
 
-    def begin_task(self, task: int) -> None:
-        self.steps = 0
+    @classmethod
+    def looks_again(cls, options: object) -> bool:
+        assert isinstance(options, Options)
+        return options.fisher == "per-task"
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
-        self.squares.addcmul_(g, g)  # rows that sit out have g = 0
-        self.count += self.fleet.active
-        self.steps += 1
-        if self.steps % self.every == 0:
-            self._average(self.fleet.active, self.every)
-        if not self.anchored:
-            return g
-        return g.addcmul_(self.pull, torch.sub(self.fleet.theta, self.anchor, out=self._away))
+        if self.moving:
+            self.watch(g)
+            self.count_step()
+        return self.pulled(g)
 
-    def _average(self, rows: Tensor, count: Tensor | int) -> None:
-        estimate = (1 - NEW) * self.fisher + NEW * self.squares / count
-        self.fisher = torch.where(rows, estimate, self.fisher)
-        self.squares = torch.where(rows, 0, self.squares)
-        self.count = torch.where(rows, 0, self.count)
+    def review(self, batches: Iterable[Batch]) -> None:
+        squares, seen = torch.zeros_like(self.fleet.theta), torch.zeros_like(self.strength)
+        for number, one in enumerate(singly(batches)):
+            g, _ = self.fleet.grad(self.relabelled(one, number), training=False)
+            squares.addcmul_(g, g)
+            seen += examples(one, seen)
+        self.fisher = squares / seen.clamp(min=1)
+
+    def relabelled(self, batch: Batch, number: int) -> Batch:
+        """One example a run with a label drawn from the model's own prediction."""
+        if not self.from_model:
+            return batch
+        luck = uniform_at(self._luck.key(self.fleet.step), torch.full_like(batch.slots, number))
+        return replace(batch, slots=self.fleet.competition.sample(self.fleet.forward(batch).logits, batch.slots, luck))
 
     def end_task(self) -> None:
-        if self.flush:
-            self._average(self.count > 0, self.count.clamp(min=1))
-        low, high = self.fisher.amin(-1, keepdim=True), self.fisher.amax(-1, keepdim=True)
-        importance = torch.where(high > low, (self.fisher - low) / (high - low), 0)
-        self.pull = 2 * self.strength * importance
-        self.anchor = self.fleet.theta.clone()
-        self.anchored = True
+        if self.moving:
+            self.rest()
+            self.protect(scaled(self.fisher) if self.normalise else self.fisher)
+            return
+        before, towards = self.total, self.anchor
+        self.total = before + (scaled(self.fisher) if self.normalise else self.fisher)
+        self.protect(self.total)
+        self.anchor = torch.where(self.total > 0, torch.lerp(self.anchor, towards, before / self.total), self.anchor)

@@ -18,8 +18,13 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
     widths = [inputs, *hidden, outputs]
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
-        linear = nn.Linear(before, after)
-        nn.init.trunc_normal_(linear.weight, std=0.1, a=-0.2, b=0.2)
-        nn.init.constant_(linear.bias, 0.1)
-        layers += [linear, nn.ReLU()]
+        layers += [initialise(nn.Linear(before, after)), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def initialise(linear: nn.Linear) -> nn.Linear:
+    """As the authors do."""
+    nn.init.trunc_normal_(linear.weight, std=0.1, a=-0.2, b=0.2)
+    if linear.bias is not None:
+        nn.init.constant_(linear.bias, 0.1)
+    return linear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -13,14 +14,39 @@ class Batch:
 
     `sizes` are the true batch sizes of rows that have fewer than B examples, known to the host: row `r` counts only its first `sizes[r]`
     examples, a row of size 0 sits this step out. `extra` are further tensors `[R, B, …]` that a loss may ask for (targets of a teacher,
-    say).
+    say). `task` is the task of all these examples, where they have one task.
     """
 
     x: Tensor
     slots: Tensor
     sizes: tuple[int, ...] | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
+    task: int | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is not None and all(n == self.x.shape[1] for n in self.sizes):
             object.__setattr__(self, "sizes", None)
+
+    def lengths(self) -> tuple[int, ...]:
+        """The true size of every row."""
+        return self.sizes or (self.x.shape[1],) * len(self.x)
+
+
+def joined(one: Batch, other: Batch) -> Batch:
+    """The examples of two batches in one, row by row; a row that sits out in the first one sits out.
+
+    >>> one, other = Batch(torch.tensor([[1, 2], [3, 9]]), torch.zeros(2, 2), (2, 1)), Batch(torch.tensor([[5], [6]]), torch.ones(2, 1))
+    >>> joined(one, other).x.tolist(), joined(one, other).sizes
+    ([[1, 2, 5], [3, 6, 9]], (3, 2))
+    """
+    x, slots = torch.cat([one.x, other.x], 1), torch.cat([one.slots, other.slots], 1)
+    if one.sizes is None and other.sizes is None:
+        return Batch(x, slots)
+    width, sizes, order = one.x.shape[1], [], []
+    for first, second in zip(one.lengths(), other.lengths(), strict=True):
+        real = [*range(first), *(range(width, width + second) if first else ())]
+        sizes.append(len(real))
+        order.append(real + sorted(set(range(x.shape[1])) - set(real)))  # what is not real goes behind the end
+    index = torch.tensor(order, device=x.device)
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return Batch(x[rows, index], slots[rows, index], tuple(sizes))

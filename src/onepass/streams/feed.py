@@ -83,12 +83,12 @@ class Feed:
             for b in range(0, chunk.x.shape[1], self.batch_size):
                 width = min(self.batch_size, chunk.x.shape[1] - b)
                 sizes = tuple(max(0, min(width, n - start - b)) for n in lengths)
-                yield Batch(chunk.x[:, b : b + width], chunk.slots[:, b : b + width], sizes)
+                yield Batch(chunk.x[:, b : b + width], chunk.slots[:, b : b + width], sizes, task=None if self.joined else phase)
 
     def test(self, task: int) -> Batch:
         """All test examples of a task."""
         tests = [run[task].test for run in self._runs]
-        return replace(self._gather(self._stack(tests), task), sizes=tuple(len(t) for t in tests))
+        return replace(self._gather(self._stack(tests), task), sizes=tuple(len(t) for t in tests), task=task)
 
     def _gather(self, index: Tensor, owner: Tensor | int) -> Batch:
         slots = self._slot_of_class[self._rows, owner, self._classes[index]]

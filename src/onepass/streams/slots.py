@@ -53,6 +53,20 @@ class Competition:
         """Mean over the batch of `-log softmax(logits of the competitors)[slot]`."""
         return functional.cross_entropy(self.trained.select(logits, slots), self.trained.position[slots] if self.trained.partial else slots)
 
+    def outputs(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """The outputs of each example's own task, `[..., C]`; zero where a task has fewer than others."""
+        chosen = self.evaluated.select(logits, slots)
+        return chosen.masked_fill(self.evaluated.competitors[slots] < 0, 0) if self.evaluated.ragged else chosen
+
+    def sample(self, logits: Tensor, slots: Tensor, luck: Tensor) -> Tensor:
+        """For each example a slot drawn from the network's own prediction, by `luck` that is uniform on [0, 1)."""
+        likely = self.trained.select(logits, slots).softmax(-1).cumsum(-1)
+        place = (likely < luck[..., None]).sum(-1)
+        if not self.trained.partial:
+            return place.clamp(max=likely.shape[-1] - 1)
+        rivals = self.trained.competitors[slots]
+        return rivals.gather(-1, place.clamp(max=(rivals >= 0).sum(-1) - 1)[..., None])[..., 0]
+
     def correct(self, scores: Tensor, slots: Tensor) -> Tensor:
         """Whether the best of an example's competitors is its slot. A score that is not a number is never right."""
         chosen = self.evaluated.select(scores, slots)

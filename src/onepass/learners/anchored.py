@@ -1,0 +1,66 @@
+"""What the regularising methods share: a quadratic pull towards the past, weighted by how much each parameter matters to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from onepass.engine.fleet import Fleet
+from onepass.learners.base import Learner
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+
+class Anchored(Learner):
+    """Gradient of `ℓ(θ) + λ Σ_i Ω_i (θ_i − θ*_i)²`, `θ*` the parameters at the end of the last task, `Ω` the importances, `λ` the `strength`.
+
+    No factor ½.
+    """
+
+    hyperparameters = ("strength",)
+    keeps: ClassVar[tuple[str, ...]] = ("pull", "anchor", "anchored")
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.strength = columns["strength"]
+        self.pull = torch.zeros_like(fleet.theta)  # 2 λ Ω
+        self.anchor = fleet.theta.clone()
+        self.anchored = False
+        self._away = torch.empty_like(fleet.theta)  # room for θ − θ*
+
+    def pulled(self, g: Tensor) -> Tensor:
+        """`g + 2 λ Ω (θ − θ*)`, in the place of `g`."""
+        return g.addcmul_(self.pull, torch.sub(self.fleet.theta, self.anchor, out=self._away)) if self.anchored else g
+
+    def protect(self, importance: Tensor) -> None:
+        """From now on, stay close to where `θ` is now."""
+        self.pull = 2 * self.strength * importance
+        self.anchor = self.fleet.theta.clone()
+        self.anchored = True
+
+
+def scaled(importance: Tensor) -> Tensor:
+    """Each row scaled to [0, 1] by its minimum and maximum over the whole network; a constant row vanishes.
+
+    >>> scaled(torch.tensor([[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]])).tolist()
+    [[0.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
+    """
+    low, high = importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)
+    return torch.where(high > low, (importance - low) / (high - low), 0)
+
+
+def singly(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The examples of some batches one by one, for what is a mean over examples of something that is not linear in them."""
+    for batch in batches:
+        for b in range(batch.x.shape[1]):
+            sizes = tuple(int(b < n) for n in batch.lengths())
+            yield replace(batch, x=batch.x[:, b : b + 1], slots=batch.slots[:, b : b + 1], sizes=sizes)
+
+
+def examples(batch: Batch, like: Tensor) -> Tensor:
+    """How many examples each run has in a batch, `[R, 1]`."""
+    return like.new_tensor(batch.lengths())[:, None]

@@ -1,0 +1,121 @@
+"""GEM: gradient episodic memory (Lopez-Paz, Ranzato: Gradient episodic memory for continual learning, NeurIPS 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import lsq_linear, nnls
+from torch import Tensor
+
+from onepass.engine.algebra import dot
+from onepass.engine.fleet import Fleet
+from onepass.learners.agem import TINY
+from onepass.learners.base import Rehearsal
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+Matrix = NDArray[np.float64]
+ROUNDING = 1e-9  # relative; beyond it a solution in float64 is not one
+
+
+def closest(g: Tensor, constraints: Tensor, margin: float = 0.0, ridge: float = 0.0, again: int = 3) -> Tensor:
+    """The closest vector to `g [P]` with `G g̃ ≥ 0`, `G [n, P]`: `g̃ = Gᵀ v + g`, `v = argmin ½ vᵀ G Gᵀ v + gᵀ Gᵀ v` subject to `v ≥ 0`.
+
+    That is the least-squares problem `min ‖Gᵀ v + g‖`, and lengths and products of its columns are those of the triangle `R` of a QR of
+    `[Gᵀ g]`, so a small problem is left. `G Gᵀ` itself is never formed: it is singular when two tasks have the same gradient. Rows of `G` are
+    scaled to length 1, which changes no constraint. `margin` asks for `v ≥ margin` and `ridge` adds `ridge · I` to `G Gᵀ`, in the units of GEM's
+    code; then constraints need not hold exactly. Almost opposite constraints make multipliers so large that their rounding shows: then the
+    result is brought closer `again`.
+
+    >>> closest(torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3)).tolist()
+    [0.0, 2.0, 1.0]
+    >>> closest(torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3), margin=0.5).tolist()
+    [0.0, 2.5, 1.5]
+    """
+    columns = torch.cat([constraints, g[None]]).double()
+    triangle: Matrix = torch.linalg.qr(columns.T, mode="r").R.cpu().numpy()
+    lengths = np.linalg.norm(triangle, axis=0)
+    lengths[lengths == 0] = 1
+    triangle /= lengths
+    scale, length = lengths[:-1], lengths[-1]
+    # From here on in units of ‖g‖ and of the rows' lengths: u_k = v_k ‖g_k‖ / ‖g‖.
+    least = margin * scale / length
+    damping = np.diag(np.sqrt(ridge) / scale) if ridge else np.zeros((0, len(scale)))
+    matrix = np.vstack([triangle[:, :-1], damping])
+    target = np.concatenate([-triangle[:, -1], np.zeros(len(damping))]) - matrix @ least
+    multipliers = (nonnegative(matrix, target) + least) * length / scale
+    found = columns[-1] + torch.from_numpy(multipliers).to(columns.device) @ columns[:-1]
+    left = (columns[:-1] @ found).cpu().numpy() / scale
+    if again and not margin and not ridge and left.min() < -ROUNDING * float(found.norm()):
+        found = closest(found, columns[:-1], again=again - 1)
+    return found.to(g.dtype)
+
+
+def nonnegative(matrix: Matrix, target: Matrix) -> Matrix:
+    """`argmin ‖matrix x − target‖` subject to `x ≥ 0`.
+
+    SciPy's solver can leave the solution when it is given a target whose optimum is a point where some gradient is zero but for rounding, so
+    its answer is checked: at an optimum no gradient points uphill.
+    """
+    found: Matrix = nnls(matrix, target, maxiter=100 * matrix.shape[1])[0]
+    if (matrix.T @ (target - matrix @ found)).max() > ROUNDING * max(1.0, float(np.abs(target).max())):
+        found = lsq_linear(matrix, target, bounds=(0, np.inf), method="bvls", tol=1e-15).x
+    return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """`ridge` is added to the diagonal of `G Gᵀ` (GEM's code: 0.001); `reference_moves_buffers` lets the passes over the memory move
+    batch-norm statistics, as GEM's code does."""
+
+    ridge: float = 0.0
+    reference_moves_buffers: bool = True
+
+
+class Gem(Rehearsal):
+    """`min ½ ‖g − g̃‖²` subject to `g̃ᵀ g_k ≥ 0` for every past task `k`, with `g_k` the gradient on the whole memory of task `k`.
+
+    Solved where a constraint is violated, in its dual (`eq:gem_dual_obj` of the A-GEM paper): `v = argmin ½ vᵀ G Gᵀ v + gᵀ Gᵀ v`, `v ≥ margin`,
+    `g̃ = Gᵀ v + g`. The paper's margin is 0; GEM's code has 0.5.
+    """
+
+    hyperparameters = ("margin",)
+    options = Options
+    keeps = ("violations",)
+    asks_host = True  # the small problems are solved there
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.ridge, self.moves = options.ridge, options.reference_moves_buffers
+        self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
+        self._margins: list[float] = columns["margin"][:, 0].tolist()
+
+    @classmethod
+    def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
+        return (tasks - 1) * memory_per_task // 2
+
+    def peak_bytes(self, tasks: int) -> int:
+        double = 2 * 2  # all gradients of a row once more, and scaled, in float64
+        return super().peak_bytes(tasks) + (1 + double) * tasks * self.fleet.theta.nbytes // self.fleet.runs
+
+    def direction(self, batch: Batch) -> Tensor:
+        g, _ = self.fleet.grad(batch)
+        past = range(self.episodic.task)
+        constraints = [self.fleet.grad(self.episodic.of([k] * self.fleet.runs), update_buffers=self.moves)[0] for k in past]
+        self.episodic.observe(batch)
+        return self.respect(g, constraints) if constraints else g
+
+    def respect(self, g: Tensor, constraints: Sequence[Tensor]) -> Tensor:
+        """Each row of `g` with the constraints `n × [R, P]` of its own, and the violations counted."""
+        products = torch.cat([dot(g, c) for c in constraints], 1)
+        squares = torch.cat([torch.linalg.vector_norm(c, dim=1, keepdim=True).square() for c in constraints], 1)
+        violated = ((products < 0) & (squares > TINY)).any(1) & products.isfinite().all(1) & self.fleet.active[:, 0]
+        self.violations += violated
+        for r, wrong in enumerate(violated.tolist()):
+            if wrong:
+                g[r] = closest(g[r], torch.stack([c[r] for c in constraints]), self._margins[r], self.ridge)
+        return g

@@ -1,0 +1,52 @@
+"""PI: path integral, also known as synaptic intelligence (Zenke, Poole, Ganguli: Continual learning through synaptic intelligence, ICML 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onepass.engine.fleet import Fleet
+from onepass.learners.anchored import Anchored
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+
+@dataclass(frozen=True)
+class Options:
+    """`damping` is `ξ`, which keeps a parameter that hardly moved from becoming infinitely important."""
+
+    damping: float = 1e-3
+
+
+class Pi(Anchored):
+    """`Ω ← Ω + relu(ω / (Δ² + ξ))` at the end of a task, `ω = −Σ_steps g · δ` the path integral of the task and `Δ` how far it moved each parameter.
+
+    `g` is the gradient of the loss without the pull, `δ` the step that was really taken, pull included.
+    """
+
+    options = Options
+    keeps = (*Anchored.keeps, "path", "importance")
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.damping = options.damping
+        self.path = torch.zeros_like(fleet.theta)  # ω
+        self.importance = torch.zeros_like(fleet.theta)  # Ω
+        self._g = torch.zeros_like(fleet.theta)  # of the step that is being taken
+
+    def direction(self, batch: Batch) -> Tensor:
+        g, _ = self.fleet.grad(batch)
+        self._g.copy_(g)
+        return self.pulled(g)
+
+    def after_step(self, delta: Tensor) -> None:
+        self.path.addcmul_(self._g, delta, value=-1)
+
+    def end_task(self) -> None:
+        moved = self.fleet.theta - self.anchor  # since the end of the last task
+        self.importance += (self.path / (moved.square() + self.damping)).relu()
+        self.path.zero_()
+        self.protect(self.importance)

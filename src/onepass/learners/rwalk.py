@@ -1,0 +1,83 @@
+"""RWalk: Riemannian walk (Chaudhry, Dokania, Ajanthan, Torr: Riemannian walk for incremental learning, ECCV 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onepass.engine.fleet import Fleet
+from onepass.learners.anchored import scaled
+from onepass.learners.fisher import MovingFisher
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Scores and the Fisher estimate are brought up to date every `fisher_every` steps; `flush` does it for what is left at the end of a task.
+    `damping` is `ε`. Three deviations of the A-GEM authors' code: `whole_distance` leaves the ½ out of the distance, `growing_scores` makes
+    scores `1.5 s + 0.5 s_task` where the paper averages, `growing_squares` never empties the sum of squared gradients within a task.
+    """
+
+    fisher_every: int = 10
+    flush: bool = True
+    damping: float = 1e-3
+    whole_distance: bool = False
+    growing_scores: bool = False
+    growing_squares: bool = False
+
+
+class RWalk(MovingFisher):
+    """`Ω = F + s`, each scaled to [0, 1] over the whole network: the Fisher information by `MovingFisher`, and scores.
+
+    A task's score adds `relu(−Σ g·δ / (½ F Δ² + ε))` every `fisher_every` steps: how much the loss fell by moving a parameter (`g` without
+    the pull, `δ` the step really taken), by how far it moved in the geometry of `F`. At the end of a task `s ← ½ (s + s_task)`; after the
+    first one `s = s_task`.
+    """
+
+    options = Options
+    keeps = (*MovingFisher.keeps, "path", "start", "fresh", "score")
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.damping, self.half = options.damping, 1.0 if options.whole_distance else 0.5
+        self.growing_scores, self.growing_squares = options.growing_scores, options.growing_squares
+        self.path = torch.zeros_like(fleet.theta)  # −Σ g·δ since the scores were brought up to date
+        self.start = fleet.theta.clone()  # where that was
+        self.fresh = torch.zeros_like(fleet.theta)  # s_task
+        self.score = torch.zeros_like(fleet.theta)  # s
+        self._g = torch.zeros_like(fleet.theta)  # of the step that is being taken
+
+    def direction(self, batch: Batch) -> Tensor:
+        g, _ = self.fleet.grad(batch)
+        self._g.copy_(g)
+        self.watch(g)
+        return self.pulled(g)
+
+    def after_step(self, delta: Tensor) -> None:
+        self.path.addcmul_(self._g, delta, value=-1)
+        self.count_step()
+
+    def average(self, rows: Tensor, count: Tensor) -> None:
+        distance = self.half * self.fisher * (self.fleet.theta - self.start).square()  # by the information before this stretch
+        self.fresh += torch.where(rows, (self.path / (distance + self.damping)).relu(), 0)
+        self.path = torch.where(rows, 0, self.path)
+        self.start = torch.where(rows, self.fleet.theta, self.start)
+        squares = self.squares
+        super().average(rows, count)
+        if self.growing_squares:
+            self.squares = squares
+
+    def end_task(self) -> None:
+        self.rest()
+        if not self.anchored:
+            self.score = self.fresh
+        else:
+            self.score = (1.5 if self.growing_scores else 0.5) * self.score + 0.5 * self.fresh
+        self.fresh = torch.zeros_like(self.fresh)
+        if self.growing_squares:
+            self.squares = torch.zeros_like(self.squares)
+        self.protect(scaled(self.fisher) + scaled(self.score))

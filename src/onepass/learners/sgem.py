@@ -1,0 +1,66 @@
+"""S-GEM: stochastic GEM, the paper's ablation between GEM and A-GEM (Chaudhry, Ranzato, Rohrbach, Elhoseiny, ICLR 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onepass.draws import Purpose, Source
+from onepass.engine.fleet import Fleet
+from onepass.learners.agem import project
+from onepass.learners.base import Rehearsal
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+
+@dataclass(frozen=True)
+class Options:
+    """`reference_moves_buffers` lets the pass over the memory move batch-norm statistics, as the A-GEM authors' code does."""
+
+    reference_moves_buffers: bool = True
+
+
+class SGem(Rehearsal):
+    """A-GEM's projection with `g_ref` the gradient on the whole memory of one past task, drawn anew for every step.
+
+    So one of GEM's constraints `g̃ᵀ g_k ≥ 0` holds a step, a random one.
+    """
+
+    options = Options
+    keeps = ("violations",)
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.moves = options.reference_moves_buffers
+        self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
+        self._luck = Source(fleet.seeds.cpu(), Purpose.CONSTRAINT)
+        self._steps: Tensor | None = None  # of each run, as the host counts them in this task: it has to know how large a memory is
+
+    @classmethod
+    def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
+        return memory_per_task
+
+    def begin_task(self, task: int) -> None:
+        super().begin_task(task)
+        self._steps = None
+
+    def direction(self, batch: Batch) -> Tensor:
+        g, _ = self.fleet.grad(batch)
+        chosen = self.choose()
+        self.episodic.observe(batch)
+        if not self.episodic.task:
+            return g
+        g_ref, _ = self.fleet.grad(self.episodic.of(chosen), update_buffers=self.moves)
+        g, violated = project(g, g_ref, out=g)
+        self.violations += (violated & self.fleet.active)[:, 0]
+        return g
+
+    def choose(self) -> list[int]:
+        """A uniform past task for each run."""
+        # Runs that are active all take the same steps, so counting goes on from where the device was asked once.
+        self._steps = self.fleet.step.cpu() if self._steps is None else self._steps + 1
+        luck = self._luck.uniform(self._steps, 1)[:, 0]
+        return [int(k) for k in (luck * self.episodic.task).long().tolist()]

@@ -1,0 +1,57 @@
+"""Progressive columns (Rusu et al.: Progressive neural networks, 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from onepass.models.stages import Stage, stages
+
+
+class Progressive(nn.Module):
+    """A column a task: `h_s^k = then(body_s^k(h_{s−1}^k) + Σ_{j<k} lateral_s^{kj} h_{s−1}^j)`. All columns but the last are frozen.
+
+    `build` makes the network of one column. `input_laterals` connects raw inputs laterally too. Frozen columns are built without values: they
+    get theirs from the network that had one column less.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], columns: int, input_laterals: bool = False) -> None:
+        super().__init__()
+        self.shown = columns - 1  # the column that answers
+        made = []
+        for k in range(columns - 1):
+            with torch.device("meta"):
+                frozen = _Column(stages(build()), k, input_laterals)
+            made.append(frozen.to_empty(device="cpu").requires_grad_(False))
+        self.columns = nn.ModuleList([*made, _Column(stages(build()), columns - 1, input_laterals)])
+
+    def train(self, mode: bool = True) -> Progressive:
+        """Frozen columns stay as in evaluation, batch-norm and all."""
+        super().train(mode)
+        for column in list(self.columns)[:-1]:
+            column.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = [column for column in self.columns if isinstance(column, _Column)][: self.shown + 1]
+        levels = [x] * len(columns)  # the inputs of a stage in each column
+        for s, then in enumerate(columns[-1].then):
+            left, width = torch.cat(levels[:-1], 1) if len(columns) > 1 else x, levels[0].shape[1]
+            wanted = range(len(columns)) if s + 1 < len(columns[-1].then) else [len(columns) - 1]  # only one head answers
+            levels = [then(columns[k].at(s, levels[k], left[:, : k * width])) for k in wanted]
+        return levels[0]
+
+
+class _Column(nn.Module):
+    def __init__(self, made: list[Stage], number: int, input_laterals: bool) -> None:
+        super().__init__()
+        self.bodies = nn.ModuleList(stage.body for stage in made)
+        self.then = [stage.then for stage in made]
+        connected = range(0 if input_laterals else 1, len(made)) if number else ()
+        self.laterals = nn.ModuleDict({str(s): made[s].lateral(number) for s in connected})
+
+    def at(self, s: int, own: Tensor, left: Tensor) -> Tensor:
+        out: Tensor = self.bodies[s](own)
+        return out + self.laterals[str(s)](left) if str(s) in self.laterals else out

@@ -1,0 +1,44 @@
+"""Networks in stages: what progressive columns are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from onepass.errors import InputError
+from onepass.models.mlp import initialise
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One level of a network: `h ← then(body(h))`. `lateral(columns)` makes a module that maps the inputs of this level in so many other
+    columns, side by side, to what can be added to the output of `body`."""
+
+    body: nn.Module
+    then: Callable[[Tensor], Tensor]
+    lateral: Callable[[int], nn.Module]
+
+
+def stages(module: nn.Module) -> list[Stage]:
+    """The stages of a fully connected network or of any module that has a method `stages()`; the last one is its head."""
+    own = getattr(module, "stages", None)
+    if own is not None:
+        found: list[Stage] = own()
+        return found
+    if not isinstance(module, nn.Sequential) or any(not isinstance(layer, nn.Linear | nn.ReLU) for layer in module):
+        raise InputError(
+            "prog-nn needs a network that it can take apart: an MLP, a residual net, or a module with a method stages() (see onepass.models.stages)"
+        )
+    layers = [layer for layer in module if isinstance(layer, nn.Linear)]
+    return [Stage(layer, identity if layer is layers[-1] else nn.functional.relu, lateral_of(layer)) for layer in layers]
+
+
+def lateral_of(layer: nn.Linear) -> Callable[[int], nn.Module]:
+    """Lateral connections into a linear layer: a matrix of its own for each column, initialised as the layers of the MLP are."""
+    return lambda columns: initialise(nn.Linear(columns * layer.in_features, layer.out_features, bias=False))
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
