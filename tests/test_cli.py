@@ -297,7 +297,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 LONG = (
     "run quickstart --methods van,ewc --seeds 2 --set train_examples=200 --set test_examples=20 --set grids.van.learning_rate=0.1"
-    " --set grids.ewc.learning_rate=0.1 --set strength=10"
+    " --set grids.ewc.learning_rate=0.1 --set ewc.strength=10"
 )
 
 

@@ -31,10 +31,13 @@ class Record:
     seconds: float  # of training, without evaluation: this run's share of its fleet's time
     state_bytes: int  # parameters, buffers, the method's state and its memory
     diverged: bool
+    state_by_task: list[int] | None = None  # the same bytes at the end of each task: what grows
 
     def same_as(self, other: Record) -> bool:
         """Bit by bit the same result; what it cost (seconds, bytes) does not count."""
-        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in ("seconds", "state_bytes"))
+        return all(
+            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in ("seconds", "state_bytes", "state_by_task")
+        )
 
 
 def _same(one: object, other: object) -> bool:

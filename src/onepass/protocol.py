@@ -256,6 +256,7 @@ class _Recorder:
         self._curve = np.full((runs, tasks if self._has_curve else 0, BETA + 1), np.nan)
         self._memory = np.full((runs, tasks, tasks), np.nan)
         self._violations: list[list[int]] = [[] for _ in range(runs)]
+        self._state_bytes: list[int] = []  # a run, at the end of each task
         self._initial = np.full((runs, tasks), np.nan)
 
     def begin(self) -> None:
@@ -265,12 +266,13 @@ class _Recorder:
         return {name: torch.from_numpy(getattr(self, f"_{name}")) for name in ("accuracy", "curve", "memory", "initial")}
 
     def counters(self) -> dict[str, Any]:
-        return {"violations": self._violations, "diverged": self.diverged, "seconds": self.clock.seconds}
+        return {"violations": self._violations, "diverged": self.diverged, "seconds": self.clock.seconds, "state_bytes": self._state_bytes}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         for name, tensor in state.items():
             setattr(self, f"_{name}", tensor.numpy())
         self._violations, self.diverged, self.clock.seconds = counters["violations"], counters["diverged"], counters["seconds"]
+        self._state_bytes = counters["state_bytes"]
 
     def _on_all_tasks(self) -> Array:
         if not self.evaluate:
@@ -295,6 +297,7 @@ class _Recorder:
 
     def end_task(self) -> None:
         self.diverged = self.fleet.diverged()
+        self._state_bytes.append(self.fleet.state_bytes() + self.learner.state_bytes())
         self._accuracy[:, self._phase] = self._on_all_tasks()
         if self.learner.violations is not None:
             for row, total in zip(self._violations, self.learner.violations.tolist(), strict=True):
@@ -310,7 +313,6 @@ class _Recorder:
         return np.asarray(((correct & chosen).sum(1).double() / chosen.sum(1)).cpu().numpy(), dtype=np.float64)
 
     def records(self, runs: Sequence[Run]) -> list[Record]:
-        state_bytes = self.fleet.state_bytes() + self.learner.state_bytes()
         return [
             Record(
                 seed=run.seed,
@@ -321,8 +323,9 @@ class _Recorder:
                 memory_accuracy=None if self.learner.memory is None else self._memory[r],
                 violations=None if self.learner.violations is None else self._violations[r],
                 seconds=self.clock.seconds / self.fleet.runs,
-                state_bytes=state_bytes,
+                state_bytes=self._state_bytes[-1],
                 diverged=self.diverged[r],
+                state_by_task=list(self._state_bytes),
             )
             for r, run in enumerate(runs)
         ]

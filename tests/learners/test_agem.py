@@ -8,7 +8,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from onepass.learners import METHODS
-from onepass.learners.agem import AGem, Options, project
+from onepass.learners.agem import AGem, project
+from onepass.learners.base import Reference
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.batch import Batch
@@ -103,7 +104,7 @@ def learner_after_a_task(reference_batch: int = 100, **more: object) -> tuple[AG
     """A learner whose memory holds task 0, and a batch of task 1 with conflicting gradients somewhere."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
     memory = EpisodicMemory(fleet, 4, 10)
-    learner = AGem(fleet, {}, Options(reference_batch), memory)
+    learner = AGem(fleet, {}, Reference(reference_batch), memory)
     learner.begin_task(0)
     batch = batch_of(size=20, seed=1)
     fleet.learn(learner, Batch(batch.x, batch.slots % 2))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.learners import METHODS, agem, ewc
+from onepass.learners import METHODS, ewc
+from onepass.learners.base import Reference
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot, train
 from onepass.studies import checkpoint
@@ -42,8 +43,7 @@ class Interrupting(Checkpoints):
 
 
 def runs(name: str, count: int) -> list[Run]:
-    hyper = {"learning_rate": 0.2, "strength": 3.0}
-    return [Run(seed, {key: hyper[key] for key in METHODS[name].hyperparameters}) for seed in range(count)]
+    return [Run(seed, dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.2}) for seed in range(count)]
 
 
 def learn(name: str, keeper: Checkpoints | None, count: int = 3, ragged: bool = True, setup: Setup = SETUP, device: str = "cpu") -> list[Record]:
@@ -107,7 +107,7 @@ def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_
     """With a reference batch of the whole memory there is nothing to draw, and a wrong step number would go unnoticed."""
 
     def go(keeper: Checkpoints | None) -> list[Record]:
-        return train(ToyStream(), "ev", METHODS["a-gem"], runs("a-gem", 2), SETUP, agem.Options(reference_batch=3), keeper=keeper)
+        return train(ToyStream(), "ev", METHODS["a-gem"], runs("a-gem", 2), SETUP, Reference(reference_batch=3), keeper=keeper)
 
     expected = go(None)
     go(Checkpoints(tmp_path / "whole", "fleet", every=2))
@@ -120,7 +120,7 @@ def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_
 
 def test_a_fisher_estimate_that_is_half_done_goes_on(tmp_path: Path) -> None:
     def go(keeper: Checkpoints | None) -> list[Record]:
-        return train(ToyStream(), "ev", METHODS["ewc"], runs("ewc", 2), SETUP, ewc.Options(fisher_every=4), keeper=keeper)
+        return train(ToyStream(), "ev", METHODS["ewc"], runs("ewc", 2), SETUP, ewc.Options(fisher="moving-average", fisher_every=4), keeper=keeper)
 
     go(Checkpoints(tmp_path / "whole", "fleet", every=3))
     with pytest.raises(StopHereError):

@@ -21,7 +21,7 @@ from onepass.studies.store import Store
 # Every method, two grid points, two seeds, two workers; a checkpoint every few steps.
 STUDY = (
     "run quickstart --methods van,ewc,a-gem,multi-task --seeds 2 --workers 2 --checkpoint-every 7"
-    " --set train_examples=150 --set test_examples=30 --set hidden=[32] --set grids.van.learning_rate=[0.1,0.03] --set strength=[1,100]"
+    " --set train_examples=150 --set test_examples=30 --set hidden=[32] --set grids.van.learning_rate=[0.1,0.03] --set ewc.strength=[1,100]"
     " --set grids.ewc.learning_rate=0.1 --set grids.a-gem.learning_rate=[0.1,0.03] --set grids.multi-task.learning_rate=0.1"
 )
 UNITS = 3 * (2 + 2) + (1 + 2)

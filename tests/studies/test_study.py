@@ -296,8 +296,8 @@ def test_a_thread_and_local_processes_give_the_same_records(workers: int, expect
 
 @pytest.mark.parametrize("name", METHODS)
 def test_different_packings_agree_within_rounding_over_twenty_steps(name: str) -> None:
-    hyper = {"learning_rate": 0.1, "strength": 3.0}
-    rows = [Run(seed, {key: hyper[key] * (1 + seed) / 2 for key in METHODS[name].hyperparameters}) for seed in range(4)]
+    hyper = dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.1}
+    rows = [Run(seed, {key: value * (1 + seed) / 2 for key, value in hyper.items()}) for seed in range(4)]
     found: dict[int, list[torch.Tensor]] = {}
     for size in (1, 2, 4):
         found[size] = [row for start in range(0, 4, size) for row in parameters_after_20_steps(name, rows[start : start + size])]

@@ -8,6 +8,7 @@ method.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -94,7 +95,8 @@ class Fleet:
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
         self._prepare, self._mode, self._head, self._make_optimizer = prepare, gradients, head, optimizer
-        self.build, self._generation, self._bound = build, 0, False
+        self.build, self._generation = build, 0
+        self.bound = False  # are the user's module's parameters ours?
         self._assemble([self._build(build, seed) for seed in seeds])
 
     @classmethod
@@ -112,7 +114,7 @@ class Fleet:
         """A fleet of one run around the user's own module, whose parameters and buffers become views of the fleet's."""
         device = next(module.parameters()).device
         fleet = cls(lambda: module, [seed], slots, [learning_rate], device=device, prepare=prepare, gradients=gradients, optimizer=optimizer)
-        fleet._bound = True
+        fleet.bound = True
         fleet.architecture.bind(fleet.theta[0], fleet.buffers)
         return fleet
 
@@ -146,7 +148,7 @@ class Fleet:
 
         carry(theta, self.theta)
         _fill(buffers, self.buffers)
-        if self._bound:
+        if self.bound:
             after.bind(self.theta[0], self.buffers)
         return carry
 
@@ -185,7 +187,12 @@ class Fleet:
         g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers and training)
         if theta is None:
             self._alive.logical_and_(losses < LOST if loss is None else losses.isfinite())
+            self._active.logical_and_(self._alive)  # a run that diverges in a step does not take it, and counts nothing in it
         return g, losses
+
+    def workspace(self) -> AbstractContextManager[None]:
+        """Outside a step, a place for gradients that are used up at once: they are written where the last ones were, which is faster."""
+        return self.gradients.step()
 
     def cross_entropy(self, logits: Tensor, slots: Tensor, _: object = None) -> Tensor:
         return self.competition.cross_entropy(logits, slots)
@@ -218,7 +225,6 @@ class Fleet:
         self.tick, self._ticks = self._ticks, self._ticks + 1
         with self.gradients.step():
             direction = learner.direction(batch)
-            self._gate(present)  # a run that diverged in this step does not take it
             before = self.theta.clone() if learner.wants_delta else None
             self._apply(direction)
             if before is not None:

@@ -20,6 +20,8 @@ from onepass.learners.rwalk import RWalk
 from onepass.learners.sgem import SGem
 from onepass.learners.van import Van
 
+LEARNING_RATES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
+
 
 @dataclass(frozen=True)
 class Method:
@@ -31,7 +33,12 @@ class Method:
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        return ("learning_rate", *self.learner.hyperparameters)
+        return tuple(self.grid)
+
+    @property
+    def grid(self) -> dict[str, list[float]]:
+        """The values that are tried unless a recipe says otherwise: the paper's, where it has some."""
+        return {"learning_rate": list(LEARNING_RATES), **{name: list(values) for name, values in self.learner.hyperparameters.items()}}
 
 
 METHODS: dict[str, Method] = {

@@ -21,7 +21,6 @@ class Anchored(Learner):
     No factor ½.
     """
 
-    hyperparameters = ("strength",)
     keeps: ClassVar[tuple[str, ...]] = ("pull", "anchor", "anchored")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:

@@ -27,10 +27,11 @@ class Learner(ABC):
     the device a question (no `.item()`, no branch on a tensor).
     """
 
-    hyperparameters: ClassVar[tuple[str, ...]] = ()  # besides learning_rate
+    hyperparameters: ClassVar[Mapping[str, tuple[float, ...]]] = {}  # besides the learning rate, with the values to choose from
     options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the method's options
     needs_memory: ClassVar[bool] = False
     keeps: ClassVar[tuple[str, ...]] = ()  # attributes that are state, memory aside
+    needs_own_classes: ClassVar[bool] = False  # no class may belong to two tasks
     has_curve: ClassVar[bool] = True  # can it answer in the middle of a task?
     asks_host: ClassVar[bool] = False  # the exception to the rule that no step waits for the device
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
@@ -85,8 +86,16 @@ class Learner(ABC):
         """How many examples a step looks at besides its batch, on average: what it costs."""
         return 0
 
+    def largest_batch(self, batch_size: int) -> int:
+        """How many examples it looks at in one pass at most."""
+        return batch_size
+
+    def examples_held(self) -> int:
+        """How many examples of past tasks it keeps at most."""
+        return 0 if self.memory is None else self.memory.tasks * self.memory.budget
+
     def peak_bytes(self, tasks: int) -> int:
-        """Bytes a run needs at most in a stream of `tasks`, activations and memory aside: parameters, state, and the gradients of a step."""
+        """Bytes a run needs at most in a stream of `tasks`, activations and examples aside: parameters, state, and the gradients of a step."""
         gradients = 3  # of the batch, of a reference batch, and a temporary one
         return self.fleet.state_bytes() + self.state_bytes() + gradients * self.fleet.theta.nbytes // self.fleet.runs
 
@@ -105,6 +114,9 @@ class Rehearsal(Learner):
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
         self.episodic: EpisodicMemory = memory
+
+    def largest_batch(self, batch_size: int) -> int:
+        return max(batch_size, self.episodic.budget)
 
     def begin_task(self, task: int) -> None:
         self.episodic.begin_task(task)
@@ -135,6 +147,9 @@ class Referring(Rehearsal):
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
         assert isinstance(options, Reference)
         return min(options.reference_batch, tasks * memory_per_task)
+
+    def largest_batch(self, batch_size: int) -> int:
+        return max(batch_size, min(self.reference_batch, self.episodic.tasks * self.episodic.budget))
 
     def rehearse(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """The reference gradient `[R, P]` and its loss `[R]`, None while there is no past; then the memory may keep what it likes of the

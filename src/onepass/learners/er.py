@@ -22,6 +22,9 @@ class Er(Referring):
 
     options = Options
 
+    def largest_batch(self, batch_size: int) -> int:
+        return batch_size + self.reference_batch
+
     def direction(self, batch: Batch) -> Tensor:
         replayed = self.episodic.draw(self.reference_batch)
         self.episodic.observe(batch)

@@ -40,6 +40,7 @@ class Ewc(MovingFisher):
     `θ*` the end of the last task.
     """
 
+    hyperparameters = {"strength": (1, 10, 100, 1000, 10000)}
     options = Options
     keeps = (*MovingFisher.keeps, "total")
 
@@ -65,8 +66,9 @@ class Ewc(MovingFisher):
     def review(self, batches: Iterable[Batch]) -> None:
         squares, seen = torch.zeros_like(self.fleet.theta), torch.zeros_like(self.strength)
         for number, one in enumerate(singly(batches)):
-            g, _ = self.fleet.grad(self.relabelled(one, number), training=False)
-            squares.addcmul_(g, g)
+            with self.fleet.workspace():
+                g, _ = self.fleet.grad(self.relabelled(one, number), training=False)
+                squares.addcmul_(g, g)
             seen += examples(one, seen)
         self.fisher = squares / seen.clamp(min=1)
 

@@ -59,10 +59,11 @@ def nonnegative(matrix: Matrix, target: Matrix) -> Matrix:
     """`argmin ‖matrix x − target‖` subject to `x ≥ 0`.
 
     SciPy's solver can leave the solution when it is given a target whose optimum is a point where some gradient is zero but for rounding, so
-    its answer is checked: at an optimum no gradient points uphill.
+    its answer is checked: at an optimum no gradient points uphill, and that of a positive `x` is zero.
     """
     found: Matrix = nnls(matrix, target, maxiter=100 * matrix.shape[1])[0]
-    if (matrix.T @ (target - matrix @ found)).max() > ROUNDING * max(1.0, float(np.abs(target).max())):
+    uphill = matrix.T @ (target - matrix @ found)
+    if max(uphill.max(), np.abs(uphill * found).max()) > ROUNDING * max(1.0, float(np.abs(target).max())):
         found = lsq_linear(matrix, target, bounds=(0, np.inf), method="bvls", tol=1e-15).x
     return found
 
@@ -83,7 +84,7 @@ class Gem(Rehearsal):
     `g̃ = Gᵀ v + g`. The paper's margin is 0; GEM's code has 0.5.
     """
 
-    hyperparameters = ("margin",)
+    hyperparameters = {"margin": (0, 0.5)}
     options = Options
     keeps = ("violations",)
     asks_host = True  # the small problems are solved there

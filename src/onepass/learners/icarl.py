@@ -35,7 +35,7 @@ def herd(features: Tensor, members: Tensor, count: int) -> Tensor:
         total += features.gather(1, best[..., None].expand(-1, -1, features.shape[-1]))[:, 0]
         left.scatter_(1, best, False)
         order.append(best)
-    return torch.cat(order, 1)
+    return torch.cat(order, 1) if order else members.new_zeros(len(members), 0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class ICarl(Learner):
     An answer is the class whose exemplars' mean is nearest, so there is none while a class is being learnt: no learning curve.
     """
 
-    hyperparameters = ("distillation",)
+    hyperparameters = {"distillation": (0.3, 1, 3)}
     options = Options
     keeps = ("x", "held", "teacher", "seen")
+    needs_own_classes = True
     has_curve = False
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
@@ -89,6 +90,12 @@ class ICarl(Learner):
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
         assert isinstance(options, Options)
         return 2 * options.reference_batch  # the teacher looks at them too
+
+    def largest_batch(self, batch_size: int) -> int:
+        return max(batch_size + self.reference_batch, self.budget)
+
+    def examples_held(self) -> int:
+        return self.budget
 
     def _divide(self) -> None:
         """Which slots are old, in the order of `x`, and which are new in the task that is learnt now."""
@@ -166,7 +173,8 @@ class ICarl(Learner):
         if not self.seen:
             return scores
         self._means = self.means() if self._means is None else self._means
-        scores[..., self._slots] = -torch.cdist(self._features(batch), self._means)
+        distance = torch.cdist(self._features(batch), self._means)
+        scores[..., self._slots] = -distance.masked_fill(self.held[:, None] == 0, torch.inf)
         if self.all_classes:  # whoever is beaten by a class of another task is wrong
             own = self.fleet.competition.evaluated.select(scores, batch.slots).amax(-1, keepdim=True)
             scores = torch.where(own < scores.amax(-1, keepdim=True), torch.nan, scores)

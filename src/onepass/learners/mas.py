@@ -29,6 +29,7 @@ class Mas(Anchored):
     The network is as in evaluation; no label is used.
     """
 
+    hyperparameters = {"strength": (0.01, 0.1, 1, 10)}
     options = Options
     keeps = (*Anchored.keeps, "importance")
 
@@ -48,8 +49,9 @@ class Mas(Anchored):
     def review(self, batches: Iterable[Batch]) -> None:
         total, seen = torch.zeros_like(self.importance), torch.zeros_like(self.strength)
         for batch in batches if self.per_batch else singly(batches):
-            g, _ = self.fleet.grad(batch, loss=self.squared_outputs, training=False)
-            total += g.abs()
+            with self.fleet.workspace():
+                g, _ = self.fleet.grad(batch, loss=self.squared_outputs, training=False)
+                total += g.abs()
             seen += examples(batch, seen)
         fresh = total / seen.clamp(min=1)
         self.importance = fresh if self.last_task_only else self.importance + fresh

@@ -26,7 +26,7 @@ class Mega1(Referring):
     The better the current task is known compared with the past, the more a step is for the past.
     """
 
-    hyperparameters = ("sensitivity",)
+    hyperparameters = {"sensitivity": (0.001, 0.01, 0.1)}
 
     def direction(self, batch: Batch) -> Tensor:
         g, loss = self.fleet.grad(batch)

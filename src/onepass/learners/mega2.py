@@ -11,7 +11,7 @@ from onepass.engine.algebra import dot
 from onepass.learners.base import Referring
 from onepass.streams.batch import Batch
 
-COLLINEAR = 1e-4  # sine of an angle below which float32 does not know the plane of the rotation
+COLLINEAR = 1e-5  # sine of an angle below which float32 does not know the plane of the rotation
 
 
 def rotate(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
@@ -24,15 +24,15 @@ def rotate(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
     [2.121, 2.121]
     """
     length, length_ref = (torch.linalg.vector_norm(v, dim=1, keepdim=True) for v in (g, g_ref))
-    flat = (length == 0) | (length_ref == 0)
-    cosine = (dot(g, g_ref) / torch.where(flat, 1, length * length_ref)).clamp(-1, 1)
-    angle = torch.acos(cosine)
-    sine = torch.sin(angle)
-    flat |= sine < COLLINEAR
+    along, towards = g / torch.where(length > 0, length, 1), g_ref / torch.where(length_ref > 0, length_ref, 1)
+    cosine = dot(along, towards)
+    # The part of g_ref across g. For an angle near π the formula above would take the difference of two large numbers; this does not.
+    across = torch.addcmul(towards, cosine, along, value=-1)
+    sine = torch.linalg.vector_norm(across, dim=1, keepdim=True)
     turn = torch.atan2(loss_ref * sine, loss + loss_ref * cosine).clamp(0, math.pi / 2)
-    keep = torch.sin(angle - turn) / torch.where(flat, 1, sine)
-    towards = torch.sin(turn) / torch.where(flat, 1, sine) * length / torch.where(flat, 1, length_ref)
-    return torch.where(flat, 1, keep) * g + torch.where(flat, 0, towards) * g_ref
+    turn = torch.where(sine < COLLINEAR, 0, turn)
+    turned = torch.cos(turn) * along + torch.sin(turn) / torch.where(sine > 0, sine, 1) * across
+    return torch.where(turn > 0, length * turned, g)
 
 
 class Mega2(Referring):

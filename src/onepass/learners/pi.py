@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.engine.fleet import Fleet
+from onepass.errors import InputError
 from onepass.learners.anchored import Anchored
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
@@ -27,11 +28,14 @@ class Pi(Anchored):
     `g` is the gradient of the loss without the pull, `δ` the step that was really taken, pull included.
     """
 
+    hyperparameters = {"strength": (0.001, 0.01, 0.1, 1, 10)}
     options = Options
     keeps = (*Anchored.keeps, "path", "importance")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
+        if options.damping <= 0:
+            raise InputError("damping must be above 0: a parameter that has not moved would be divided by nothing")
         self.damping = options.damping
         self.path = torch.zeros_like(fleet.theta)  # ω
         self.importance = torch.zeros_like(fleet.theta)  # Ω

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.engine.fleet import Fleet
+from onepass.errors import InputError
 from onepass.learners.anchored import scaled
 from onepass.learners.fisher import MovingFisher
 from onepass.memory import EpisodicMemory
@@ -38,11 +39,14 @@ class RWalk(MovingFisher):
     first one `s = s_task`.
     """
 
+    hyperparameters = {"strength": (0.1, 1, 10, 100, 1000)}
     options = Options
     keeps = (*MovingFisher.keeps, "path", "start", "fresh", "score")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
+        if options.damping <= 0:
+            raise InputError("damping must be above 0: a parameter that has not moved would be divided by nothing")
         self.damping, self.half = options.damping, 1.0 if options.whole_distance else 0.5
         self.growing_scores, self.growing_squares = options.growing_scores, options.growing_squares
         self.path = torch.zeros_like(fleet.theta)  # −Σ g·δ since the scores were brought up to date

@@ -30,14 +30,14 @@ class SGem(Rehearsal):
     """
 
     options = Options
-    keeps = ("violations",)
+    keeps = ("violations", "number")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
         self.moves = options.reference_moves_buffers
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
         self._luck = Source(fleet.seeds.cpu(), Purpose.CONSTRAINT)
-        self._steps: Tensor | None = None  # of each run, as the host counts them in this task: it has to know how large a memory is
+        self.number = 0  # of the step in its task: the host draws, since it has to know how large a memory is
 
     @classmethod
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
@@ -45,11 +45,12 @@ class SGem(Rehearsal):
 
     def begin_task(self, task: int) -> None:
         super().begin_task(task)
-        self._steps = None
+        self.number = 0
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
         chosen = self.choose()
+        self.number += 1
         self.episodic.observe(batch)
         if not self.episodic.task:
             return g
@@ -60,7 +61,5 @@ class SGem(Rehearsal):
 
     def choose(self) -> list[int]:
         """A uniform past task for each run."""
-        # Runs that are active all take the same steps, so counting goes on from where the device was asked once.
-        self._steps = self.fleet.step.cpu() if self._steps is None else self._steps + 1
-        luck = self._luck.uniform(self._steps, 1)[:, 0]
+        luck = self._luck.uniform((self.episodic.task << 32) + self.number, 1)[:, 0]
         return [int(k) for k in (luck * self.episodic.task).long().tolist()]

@@ -24,7 +24,7 @@ class Progressive(nn.Module):
         for k in range(columns - 1):
             with torch.device("meta"):
                 frozen = _Column(stages(build()), k, input_laterals)
-            made.append(frozen.to_empty(device="cpu").requires_grad_(False))
+            made.append(frozen.to_empty(device=torch.get_default_device()).requires_grad_(False).eval())
         self.columns = nn.ModuleList([*made, _Column(stages(build()), columns - 1, input_laterals)])
 
     def train(self, mode: bool = True) -> Progressive:

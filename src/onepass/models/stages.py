@@ -27,12 +27,13 @@ def stages(module: nn.Module) -> list[Stage]:
     if own is not None:
         found: list[Stage] = own()
         return found
-    if not isinstance(module, nn.Sequential) or any(not isinstance(layer, nn.Linear | nn.ReLU) for layer in module):
+    layers = list(module) if isinstance(module, nn.Sequential) else []
+    linear = [layer for layer in layers[::2] if isinstance(layer, nn.Linear)]
+    if not linear or len(layers) != 2 * len(linear) - 1 or not all(isinstance(layer, nn.ReLU) for layer in layers[1::2]):
         raise InputError(
             "prog-nn needs a network that it can take apart: an MLP, a residual net, or a module with a method stages() (see onepass.models.stages)"
         )
-    layers = [layer for layer in module if isinstance(layer, nn.Linear)]
-    return [Stage(layer, identity if layer is layers[-1] else nn.functional.relu, lateral_of(layer)) for layer in layers]
+    return [Stage(layer, identity if layer is linear[-1] else nn.functional.relu, lateral_of(layer)) for layer in linear]
 
 
 def lateral_of(layer: nn.Linear) -> Callable[[int], nn.Module]:

@@ -10,9 +10,12 @@ from typing import Any
 
 from rich.table import Table
 
+from onepass.learners import method
 from onepass.metrics import Metrics, Summary, metrics, summarise
 from onepass.studies.recipe import Recipe
 from onepass.studies.results import Result
+
+AGAIN = "†"
 
 
 def summaries(result: Result) -> dict[str, Summary]:
@@ -32,6 +35,8 @@ def document(recipe: Recipe, results: Mapping[str, Result]) -> dict[str, Any]:
             "diverged": [record.seed for record in result.records if record.diverged],
             "missing": result.missing,
             "failed": sorted(result.failed),
+            "looks_again": _looks_again(recipe, name),
+            "state_by_task": result.records[0].state_by_task if result.records else None,
             "paper": _paper(recipe, name),
         }
     return {"recipe": recipe.name, "configuration": recipe.model_dump(exclude={"paper"}), "methods": methods}
@@ -79,7 +84,7 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
             made.add_row(name, _chosen(result.hyperparameters), f"diverged ({lost} of {len(result.records)})")
         else:
             made.add_row(
-                name,
+                name + (AGAIN if _looks_again(recipe, name) else ""),
                 _chosen(result.hyperparameters),
                 _spread(found["A_T"], 100, 1),
                 _spread(found["F_T"], 1, 2),
@@ -105,6 +110,7 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
             )
     changes = recipe.changes()
     notes = [f"with {', '.join(changes)}"] if changes else []
+    notes += _remarks(recipe, results)
     if recipe.paper.published:
         notes.append("* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)")
     if changes and recipe.paper.published:
@@ -114,8 +120,42 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
     return made
 
 
+def _looks_again(recipe: Recipe, name: str) -> bool:
+    return method(name).learner.looks_again(recipe.method_options(name))
+
+
+def _remarks(recipe: Recipe, results: Mapping[str, Result]) -> list[str]:
+    """What a reader of the numbers should know about the methods behind them."""
+    notes = []
+    finished = {name: result for name, result in results.items() if result.finished and result.records}
+    if any(_looks_again(recipe, name) for name in finished):
+        notes.append(f"{AGAIN} looks at each task's data a second time, so it is not a single pass")
+    for name, result in finished.items():
+        grown = result.records[0].state_by_task
+        if grown and grown[-1] >= 2 * grown[0]:
+            notes.append(f"{name} grows: {_bytes(grown[0])} after its first task, {_bytes(grown[-1])} after its last")
+    better = better_than_agem(finished)
+    if better:
+        notes.append("better than a-gem with the same memory: " + ", ".join(f"{name} (+{100 * by:.1f} points)" for name, by in better.items()))
+    return notes
+
+
+def better_than_agem(finished: Mapping[str, Result]) -> dict[str, float]:
+    """Methods with the same memory whose `A_T` is higher, seed by seed: the whole 95 % interval of the mean difference is above 0."""
+    found: dict[str, float] = {}
+    if "a-gem" not in finished:
+        return found
+    agem = [metrics(record).A_T for record in finished["a-gem"].records]
+    for name, result in finished.items():
+        mine = [metrics(record).A_T for record in result.records]
+        gain = summarise([None if a is None or b is None else a - b for a, b in zip(mine, agem, strict=False)])
+        if method(name).learner.needs_memory and gain.mean is not None and gain.interval is not None and gain.interval[0] > 0:
+            found[name] = gain.mean
+    return found
+
+
 def _chosen(hyperparameters: Mapping[str, float]) -> str:
-    short = {"learning_rate": "lr", "strength": "λ"}
+    short = {"learning_rate": "lr", "strength": "λ", "sensitivity": "ε", "distillation": "λ"}
     return " ".join(f"{short.get(name, name)}={value:g}" for name, value in hyperparameters.items())
 
 

@@ -18,13 +18,18 @@ class Entry:
     make: Callable[[Any, str | None], Stream]
     options: type
     data: str | None  # the data set it needs
+    own_classes: bool  # does every class belong to one task only?
     summary: str
 
 
 STREAMS: dict[str, Entry] = {
-    "permuted-digits": Entry(digits.PermutedDigits, digits.Options, None, "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks"),
-    "split-digits": Entry(digits.SplitDigits, digits.Options, None, "the same digits in four rotations: 40 classes, 20 tasks of 2, a head a task"),
-    "permuted-mnist": Entry(mnist.PermutedMnist, mnist.Options, "mnist", "MNIST, pixels permuted anew by each of 20 tasks: the paper's first"),
+    "permuted-digits": Entry(
+        digits.PermutedDigits, digits.Options, None, False, "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks"
+    ),
+    "split-digits": Entry(
+        digits.SplitDigits, digits.Options, None, True, "the same digits in four rotations: 40 classes, 20 tasks of 2, a head a task"
+    ),
+    "permuted-mnist": Entry(mnist.PermutedMnist, mnist.Options, "mnist", False, "MNIST, pixels permuted anew by each of 20 tasks: the paper's first"),
 }
 
 

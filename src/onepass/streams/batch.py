@@ -24,7 +24,7 @@ class Batch:
     task: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sizes is not None and all(n == self.x.shape[1] for n in self.sizes):
+        if self.sizes is not None and self.x.shape[1] and all(n == self.x.shape[1] for n in self.sizes):
             object.__setattr__(self, "sizes", None)
 
     def lengths(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 from onepass.errors import InputError
 from onepass.learners import method
 from onepass.protocol import Run, assemble, grid_points
-from onepass.streams.base import Part, Stream
+from onepass.streams.base import TASKS, Part, Stream
 from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed
 from onepass.studies.recipe import Recipe
@@ -66,20 +66,25 @@ def cost(stream: Stream, recipe: Recipe, name: str) -> int:
     """The work of a method, in examples: what a step costs besides them, and what state costs, are measured equivalents."""
     runs = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
     steps = sum(runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps() for part in PARTS)
-    examples = recipe.batch_size + getattr(recipe.method_options(name), "reference_batch", 0)
-    return steps * (STEP + examples + STATE * len(method(name).learner.keeps))
+    learner = method(name).learner
+    examples = recipe.batch_size + learner.examples_a_step(recipe.method_options(name), TASKS["ev"], recipe.memory_per_task)
+    return steps * (STEP + examples + STATE * len(learner.keeps))
 
 
 def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
     """How many runs of a method one fleet should hold on this machine."""
     kind = torch.device(device).type
+    there = _memory(kind)
     try:
         needed = bytes_a_row(stream, recipe, name, part)
     except (MemoryError, RuntimeError):
+        needed = there + 1
+    if needed > there:
         raise InputError(
-            f"a single run of {name} does not fit into the memory of this machine: make the model smaller, or use another machine"
-        ) from None
-    return max(1, min(MOST_ROWS[kind], int(SHARE * _memory(kind) / (workers if kind == "cpu" else 1)) // needed))
+            f"a single run of {name} does not fit into the {there / 1e9:.1f} GB of memory here:"
+            " leave it out by --methods, make the model smaller, or use another machine"
+        )
+    return max(1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed))
 
 
 def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
@@ -88,13 +93,12 @@ def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
     run = Run(0, grid_points(recipe.grids[name])[0])
     feed, fleet, learner = assemble(stream, part, method(name), [run], recipe.setup(), options)
     batch = next(feed.batches(0))
-    largest = max(recipe.batch_size, getattr(options, "reference_batch", 0))
+    largest = learner.largest_batch(recipe.batch_size)
     repeated = torch.arange(largest) % batch.x.shape[1]
     activations = _activations(fleet.architecture.module, lambda: fleet.forward(Batch(batch.x[:, repeated], batch.slots[:, repeated])))
-    memory = learner.memory.tasks * learner.memory.budget * batch.x[0, 0].nbytes if learner.memory is not None else 0
+    examples = learner.examples_held() * batch.x[0, 0].nbytes
     passes = 3  # forward, backward, and what both hold meanwhile
-    gradients = 3 * fleet.theta.nbytes  # of the batch, of the reference batch, and a temporary one
-    return int(fleet.state_bytes() + learner.state_bytes() + memory + gradients + passes * activations)
+    return int(learner.peak_bytes(feed.tasks) + examples + passes * activations)
 
 
 def _activations(module: nn.Module, forward: Callable[[], object]) -> int:

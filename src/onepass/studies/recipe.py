@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from onepass.engine.gradients import Mode
 from onepass.errors import InputError, unknown
@@ -17,7 +18,7 @@ from onepass.memory import Policy
 from onepass.protocol import Setup
 from onepass.streams import STREAMS, stream
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Value = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
 
@@ -74,9 +75,14 @@ class Recipe(BaseModel):
     memory_with_replacement: bool = False
     union_softmax: bool = True
     gradients: Mode = "auto"
-    grids: dict[str, dict[str, Annotated[list[Positive], Field(min_length=1)]]]
+    grids: dict[str, dict[str, Annotated[list[Value], Field(min_length=1)]]] = Field(default={}, validate_default=True)
     options: dict[str, dict[str, Any]] = {}
     paper: Paper = Paper()
+
+    @field_validator("grids", mode="after")
+    @classmethod
+    def _every_method_has_a_grid(cls, given: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
+        return given | {name: found.grid | given.get(name, {}) for name, found in METHODS.items()}
 
     @model_validator(mode="after")
     def _names_exist(self) -> Recipe:
@@ -85,10 +91,12 @@ class Recipe(BaseModel):
         self.make_stream_options()
         for name in self.methods:
             expected = set(method(name).hyperparameters)
-            if name not in self.grids:
-                raise InputError(f"the recipe has no grid for the method '{name}': add one under grids.{name}")
+            if method(name).learner.needs_own_classes and not stream(self.stream).own_classes:
+                raise InputError(f"{name} needs a stream whose tasks have classes of their own, such as split-digits, and {self.stream} has not")
             if set(self.grids[name]) != expected:
                 raise InputError(f"the grid of '{name}' must name {', '.join(sorted(expected))}, not {', '.join(sorted(self.grids[name]))}")
+            if min(self.grids[name]["learning_rate"]) <= 0:
+                raise InputError(f"grids.{name}.learning_rate={self.grids[name]['learning_rate']} is not valid: learning rates must be above 0")
         for name in self.options:
             self.method_options(name)
         return self
@@ -127,7 +135,7 @@ class Recipe(BaseModel):
 
 
 def _options(kind: type, values: dict[str, Any]) -> Any:
-    """Options of a stream or a method; a whole number among them counts something, so it is at least 1."""
+    """Options of a stream or a method; a whole number among them counts something, so it is at least 1, and no number is negative."""
     known = {f.name for f in dataclasses.fields(kind)}
     for key in values:
         if key not in known:
@@ -136,6 +144,8 @@ def _options(kind: type, values: dict[str, Any]) -> Any:
     for key, value in dataclasses.asdict(made).items():
         if type(value) is int and value < 1:
             raise InputError(f"{key}={value} is not valid: it must be at least 1")
+        if type(value) is float and not 0 <= value < math.inf:
+            raise InputError(f"{key}={value} is not valid: it must be a number that is not negative")
     return made
 
 
@@ -175,7 +185,7 @@ def load(
     document = {**read(name), **(stored or {})}
     if methods is not None:
         chosen = [m.strip() for m in methods.split(",") if m.strip()]
-        document["methods"] = list(document["grids"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
+        document["methods"] = all_methods(document["stream"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
     if seeds is not None:
         document["seeds"] = seeds
     paths = _paths(document)
@@ -239,6 +249,11 @@ def from_stored(stored: Mapping[str, Any]) -> Recipe:
         return Recipe(**document | dict(stored))
     except ValidationError as error:
         raise InputError(_sentence(error)) from None
+
+
+def all_methods(stream_name: str) -> list[str]:
+    """Every method that makes sense for a stream."""
+    return [name for name, found in METHODS.items() if stream(stream_name).own_classes or not found.learner.needs_own_classes]
 
 
 def method_name(name: str) -> str:

@@ -156,6 +156,7 @@ class Store:
         stored, entry = self.contents.records[unit], self.contents.entries[unit]
         arrays = self._arrays_of(stored.arrays)
         try:
+            grown = arrays.get(f"{unit}/state_by_task")
             found = {name: arrays.get(f"{unit}/{name}") for name in ("accuracy", "initial", "curve", "memory_accuracy")}
             return Record(
                 seed=entry.unit.seed,
@@ -168,6 +169,7 @@ class Store:
                 seconds=stored.seconds,
                 state_bytes=stored.state_bytes,
                 diverged=stored.diverged,
+                state_by_task=None if grown is None else [int(n) for n in grown],
             )
         except ValueError:
             raise damaged(self.folder / "arrays" / stored.arrays, f"the accuracies of {unit} are missing") from None
@@ -244,6 +246,8 @@ class Store:
             arrays |= {f"{unit}/{name}": np.ascontiguousarray(getattr(record, name)) for name in ("accuracy", "initial", "curve")}
             if record.memory_accuracy is not None:
                 arrays[f"{unit}/memory_accuracy"] = np.ascontiguousarray(record.memory_accuracy)
+            if record.state_by_task is not None:
+                arrays[f"{unit}/state_by_task"] = np.array(record.state_by_task)
         content = safetensors.numpy.save(arrays)
         name = _arrays_name(content)
         write(self.folder / "arrays" / name, content)
