@@ -13,7 +13,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not long"
+	$(BIN)/pytest -m "not long" --numprocesses auto --dist worksteal
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/pytest -m long

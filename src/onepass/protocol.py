@@ -102,8 +102,7 @@ def train(
     of the training: with `evaluate=False` the parameters end bit-identical. A `keeper` is given snapshots at task ends and in between, as
     often as it likes; if it has one already, training goes on from there and ends bit-identical too.
     """
-    learner_options = options or method.learner.options()
-    feed, fleet, learner = assemble(stream, part, method, runs, setup, learner_options, device=device)
+    feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
     record = _Recorder(fleet, learner, feed, evaluate)
     saved = keeper.last() if keeper is not None else None
     first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
@@ -132,7 +131,7 @@ def train(
             if progress is not None:
                 progress(sum(n > 0 for n in batch.sizes) if batch.sizes is not None else fleet.runs)
             keep_if_due(phase, number)
-        if learner.looks_again(learner_options):
+        if learner.needs_review:
             learner.review(feed.batches(phase))
         learner.end_task()
         record.clock.stop()

@@ -37,7 +37,7 @@ def test_a_run_on_the_gpu_equals_the_run_on_the_cpu(method: str, ragged: bool) -
             learner.begin_task(phase)
             for batch in feed.batches(phase):
                 fleet.learn(learner, batch)
-            if learner.looks_again(METHODS[method].learner.options()):
+            if learner.needs_review:
                 learner.review(feed.batches(phase))
             learner.end_task()
         ended.append((fleet.theta.cpu(), None if learner.memory is None else learner.memory.state()["slots"][:, :-1].cpu()))
@@ -61,6 +61,6 @@ def test_a_step_never_waits_for_the_gpu(method: str) -> None:
                 fleet.learn(learner, batch)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        if learner.looks_again(METHODS[method].learner.options()):
+        if learner.needs_review:
             learner.review(feed.batches(phase))
         learner.end_task()

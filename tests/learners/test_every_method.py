@@ -24,7 +24,6 @@ from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed
 from toys import ToyStream
 
-GENTLE = {"strength": 0.01, "margin": 0.0, "sensitivity": 0.01, "distillation": 1.0}
 SETUP = Setup(hidden=(12, 12), memory_per_task=6)
 
 
@@ -53,7 +52,7 @@ def finish(method: str, stream: str, rows: list[Run], setup: Setup = SETUP) -> t
         learner.begin_task(phase)
         for batch in feed.batches(phase):
             fleet.learn(learner, batch)
-        if learner.looks_again(METHODS[method].learner.options()):
+        if learner.needs_review:
             learner.review(feed.batches(phase))
         learner.end_task()
     return fleet, learner
@@ -151,16 +150,15 @@ def test_state_is_plain_tensors_of_the_fleets_rows(method: str) -> None:
         assert not tensor.requires_grad
 
 
-@everywhere
-def test_a_method_learns(method: str, stream: str) -> None:
-    """On the last task it is far better than chance."""
-    setup = replace(SETUP, hidden=(32, 32))
-    large = STREAMS[stream].make(STREAMS[stream].options(train_examples=280), None) if stream in STREAMS else STREAM[stream]
-    (record,) = train(
-        large, "cv", METHODS[method], [replace(run, hyperparameters={**run.hyperparameters, **GENTLE}) for run in runs(method, [1])], setup
-    )
-    chance = 0.1 if stream in SHARED else 0.5
-    assert record.accuracy[-1, -1] > chance + 0.3
+@every_method
+def test_a_method_learns(method: str) -> None:
+    whole = STREAMS["split-digits"].make(STREAMS["split-digits"].options(), None)
+    gentle = {"strength": 0.01, "margin": 0.0, "sensitivity": 0.01, "distillation": 1.0}
+    (run,) = runs(method, [1], rate=0.3)
+    chosen = {name: gentle.get(name, value) for name, value in run.hyperparameters.items()}
+    (record,) = train(whole, "cv", METHODS[method], [replace(run, hyperparameters=chosen)], replace(SETUP, hidden=(32, 32)))
+    assert record.accuracy[-1, -1] > 0.85  # chance is a half
+    assert record.accuracy[-1].mean() > 0.75
 
 
 @pytest.mark.parametrize("method", [name for name, found in METHODS.items() if found.learner.needs_own_classes])
@@ -191,6 +189,8 @@ def test_a_step_asks_the_device_no_question(method: str) -> None:
                     quiet += 1
             else:
                 fleet.learn(learner, batch)  # the first steps of a shape may ask: they build and check programs
+        if learner.needs_review:
+            learner.review(feed.batches(phase))
         learner.end_task()
     assert asked == []
     assert quiet > 5

@@ -318,6 +318,8 @@ def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
             if steps < 20:
                 fleet.learn(learner, batch)
             steps += 1
+        if learner.needs_review:
+            learner.review(feed.batches(phase))
         learner.end_task()
     return list(fleet.theta.clone())
 
@@ -329,8 +331,11 @@ def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == packing.MOST_ROWS["cpu"]
     monkeypatch.setattr(packing, "_memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 5
-    monkeypatch.setattr(packing, "_memory", lambda _: 1)
+    monkeypatch.setattr(packing, "_memory", lambda _: need)
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 1
+    monkeypatch.setattr(packing, "_memory", lambda _: need - 1)
+    with pytest.raises(InputError, match=r"a single run of van does not fit .* leave it out by --methods"):
+        packing.most_rows(stream, recipe, "van", "ev", "cpu", 2)
 
 
 def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

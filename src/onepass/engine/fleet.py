@@ -7,6 +7,7 @@ method.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -171,7 +172,14 @@ class Fleet:
     # ---- what learners call
 
     def grad(
-        self, batch: Batch, *, loss: Loss | None = None, theta: Tensor | None = None, update_buffers: bool = True, training: bool = True
+        self,
+        batch: Batch,
+        *,
+        loss: Loss | None = None,
+        theta: Tensor | None = None,
+        update_buffers: bool = True,
+        training: bool = True,
+        limit: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gradients `[R, P]` and losses `[R]` of every run on its own batch, by default of the cross-entropy over the competing slots.
 
@@ -179,14 +187,15 @@ class Fleet:
         frozen parameters are zero, and so are rows whose batch is empty. `update_buffers` says whether this pass moves batch-norm
         statistics; with `training=False` the network is as in evaluation (running statistics, no dropout), and moves nothing.
         `loss(logits, slots, extra)` must be the same function in every step and depend on its arguments alone, since it is
-        traced once; what changes from step to step goes into the batch's `extra`.
+        traced once; what changes from step to step goes into the batch's `extra`. A run whose loss is beyond `limit` has diverged: `LOST`
+        for the cross-entropy, infinity for other losses.
         """
         if self.architecture.module.training != training:
             self.architecture.module.train(training)
         at = Point(self.theta if theta is None else theta, self.buffers, self.descriptors, self.seeds, self.step)
         g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers and training)
-        if theta is None:
-            self._alive.logical_and_(losses < LOST if loss is None else losses.isfinite())
+        if theta is None and training:
+            self._alive.logical_and_(losses < (limit or (LOST if loss is None else math.inf)))
             self._active.logical_and_(self._alive)  # a run that diverges in a step does not take it, and counts nothing in it
         return g, losses
 

@@ -40,6 +40,7 @@ class Learner(ABC):
         self.fleet = fleet
         self.columns = columns
         self.memory = memory
+        self.needs_review = self.looks_again(options)
         self.wants_delta = type(self).after_step is not Learner.after_step
 
     def begin_task(self, task: int) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, normalize, one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
 from onepass.draws import Purpose, Source
-from onepass.engine.fleet import Fleet
+from onepass.engine.fleet import LOST, Fleet
 from onepass.errors import InputError
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory
@@ -110,7 +110,7 @@ class ICarl(Learner):
     def direction(self, batch: Batch) -> Tensor:
         self._means = None
         both = joined(batch, self.exemplars()) if self.seen else batch
-        g, _ = self.fleet.grad(replace(both, extra=self.targets(both)), loss=distillation)
+        g, _ = self.fleet.grad(replace(both, extra=self.targets(both)), loss=distillation, limit=LOST)
         return g
 
     def exemplars(self) -> Batch:
@@ -124,7 +124,7 @@ class ICarl(Learner):
 
     def targets(self, batch: Batch) -> dict[str, Tensor]:
         """For every example what each output should be, and how much that matters: `[R, B, S]` each."""
-        wanted = one_hot(batch.slots, self.fleet.slots.count).to(self.fleet.theta.dtype)
+        wanted = (batch.slots[..., None] == torch.arange(self.fleet.slots.count, device=self.fleet.device)).to(self.fleet.theta.dtype)
         if self.seen:
             taught = self.fleet.forward(batch, theta=self.teacher, buffers=self._teacher_buffers).logits.sigmoid()
             wanted = torch.where(self._old > 0, taught, wanted)

@@ -71,7 +71,7 @@ class RWalk(MovingFisher):
         self.path = torch.where(rows, 0, self.path)
         self.start = torch.where(rows, self.fleet.theta, self.start)
         squares = self.squares
-        super().average(rows, count)
+        super().average(rows, torch.full_like(count, self.every) if self.growing_squares else count)
         if self.growing_squares:
             self.squares = squares
 
