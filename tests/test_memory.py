@@ -9,10 +9,12 @@ from torch import Tensor
 
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
+from onepass.learners import METHODS
 from onepass.memory import EpisodicMemory, Policy
+from onepass.protocol import Run, Setup, assemble
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
-from toys import fleet_of, small_net
+from toys import ToyStream, fleet_of, small_net
 
 POLICIES: list[Policy] = ["class-reservoir", "ring", "reservoir"]
 
@@ -246,3 +248,26 @@ def test_an_inactive_run_stores_nothing() -> None:
 def test_an_impossible_memory_is_refused_with_a_sentence(tasks: int, budget: int, policy: Any) -> None:
     with pytest.raises(InputError):
         EpisodicMemory(fleet_of(), tasks, budget, policy=policy)
+
+
+def test_a_run_that_has_diverged_does_not_make_batches_uneven() -> None:
+    """It keeps nothing any more, and nobody looks at what it computes."""
+    stream = ToyStream()
+    runs = [Run(0, {"learning_rate": 0.1}), Run(1, {"learning_rate": 1e9}), Run(2, {"learning_rate": 0.1})]
+    feed, fleet, learner = assemble(stream, "ev", METHODS["a-gem"], runs, Setup(hidden=(5,), memory_per_task=4))
+    assert learner.memory is not None
+    for phase in range(3):
+        learner.begin_task(phase)
+        for batch in feed.batches(phase):
+            fleet.learn(learner, batch)
+        learner.end_task()
+    assert fleet.diverged() == [False, True, False]
+    kept = learner.memory.state()["task"]
+    assert [(kept[r] == 2).sum() for r in range(3)] == [4, 0, 4]
+    assert learner.memory.sizes == [12, 12, 12]
+    for batch in (learner.memory.draw(7), learner.memory.draw(100), learner.memory.of([2, 2, 2]), learner.memory.of([0, 1, 2])):
+        assert batch is not None
+        assert batch.sizes is None
+    contents = learner.memory.contents()
+    assert contents is not None
+    assert (contents[1] == 2).sum(1).tolist() == [4, 0, 4]

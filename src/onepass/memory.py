@@ -141,10 +141,16 @@ class EpisodicMemory:
 
     def _count(self) -> None:
         """Let the host know how much of each task is visible. Tasks lie one behind the other."""
-        self.sizes = [int(n) for n in self._start[:, 0].tolist()]
         visible = torch.arange(self._task.shape[1], device=self.fleet.device) < self._start
         owner = torch.where(visible, self._task, -1)
-        self._counts = [[int(n) for n in (owner == task).sum(1).tolist()] for task in range(self.task + 1)]
+        lost = self.fleet.diverged()
+        self._counts = []
+        for task in range(self.task + 1):
+            counts = [int(n) for n in (owner == task).sum(1).tolist()]
+            # A run that has diverged keeps nothing, and whatever it computes is thrown away: as if it had as much as the others, so that
+            # batches stay of one size.
+            self._counts.append([max(counts) if lost[r] and not n else n for r, n in enumerate(counts)])
+        self.sizes = [sum(row) for row in zip(*self._counts, strict=True)]
 
     def of(self, tasks: Sequence[int]) -> Batch:
         """All that is kept of one past task a run: `tasks[r]` in row `r`."""

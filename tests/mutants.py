@@ -1,0 +1,269 @@
+"""Wrong implementations of the methods, most of them seen in public code, and whether the tests notice.
+
+    python tests/mutants.py            # all of them
+    python tests/mutants.py gem        # those of one file
+
+Each mutant is the package with one place changed. It is killed if the tests of its method fail, or else the other tests of the learners.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "onepass"
+REST = ["tests/learners", "tests/models", "tests/test_memory.py", "tests/streams"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: `old` occurs once in `file`."""
+
+    file: str
+    wrong: str  # what is wrong with it
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.file).stem}: {self.wrong}"
+
+    def source(self) -> str:
+        content = (PACKAGE / self.file).read_text(encoding="utf-8")
+        if content.count(self.old) != 1:
+            raise ValueError(f"{self.name}: its place occurs {content.count(self.old)} times in {self.file}")
+        return content.replace(self.old, self.new)
+
+
+def of(file: str, tests: str, *changes: tuple[str, str, str]) -> list[Mutant]:
+    return [Mutant(file, wrong, old, new, tuple(tests.split())) for wrong, old, new in changes]
+
+
+MUTANTS = [
+    *of(
+        "learners/agem.py",
+        "tests/learners/test_agem.py",
+        ("projects where there is no conflict", "violated = (product < 0)", "violated = (product > 0)"),
+        ("adds the projection", "reference, value=-1, out=out)", "reference, value=1, out=out)"),
+        ("forgets to divide", "torch.where(violated, product / square, 0)", "torch.where(violated, product, 0)"),
+        ("decides parameter by parameter", "product = dot(g, reference)", "product = g * reference"),
+        ("divides by nothing", "(product < 0) & (square > TINY)", "(product < 0)"),
+        ("counts steps that were not taken", "(violated & self.fleet.active)[:, 0]", "violated[:, 0]"),
+        ("projects against the sum of both", "project(g, g_ref, out=g)", "project(g, g + g_ref)"),
+    ),
+    *of(
+        "learners/base.py",
+        "tests/learners/test_agem.py tests/learners/test_er.py",
+        ("reference always moves batch-norm", "self.fleet.grad(reference, update_buffers=self.moves)", "self.fleet.grad(reference)"),
+        ("never ends a task in the memory", "        self.episodic.end_task()\n", "        pass\n"),
+    ),
+    *of(
+        "memory.py",
+        "tests/test_memory.py tests/learners/test_sgem.py",
+        (
+            "shows the current task",
+            "        if self.include_current:\n            return",
+            "        if not self.include_current:\n            return",
+        ),
+        ("biased reservoir", "(uniform_at(self._luck, number) * (order + 1)).long()", "(uniform_at(self._luck, number) * order).long()"),
+        ("gives the memory of another task", "for earlier in range(task))", "for earlier in range(task and task - 1))"),
+        ("draws with replacement", "        if self.with_replacement:\n", "        if not self.with_replacement:\n"),
+    ),
+    *of(
+        "streams/slots.py",
+        "tests/streams/test_slots.py tests/learners/test_agem.py",
+        (
+            "softmax over all slots",
+            "functional.cross_entropy(self.trained.select(logits, slots), self.trained.position[slots] if self.trained.partial else slots)",
+            "functional.cross_entropy(logits, slots)",
+        ),
+    ),
+    *of(
+        "streams/batch.py",
+        "tests/learners/test_er.py",
+        ("a row that sits out learns from the memory", "*(range(width, width + second) if first else ())", "*range(width, width + second)"),
+        ("padding among the examples", "tuple(sizes))", "None)"),
+    ),
+    *of(
+        "learners/gem.py",
+        "tests/learners/test_gem.py tests/learners/test_sgem.py",
+        ("sign of the gradient", "np.concatenate([-triangle[:, -1],", "np.concatenate([triangle[:, -1],"),
+        ("only the last task's constraint", "for k in past]", "for k in past[-1:]]"),
+        ("only the first task's constraint", "for k in past]", "for k in past[:1]]"),
+        ("solves where nothing is violated", "((products < 0) & (squares", "((products > 0) & (squares"),
+        ("waits until all are violated", "(squares > TINY)).any(1)", "(squares > TINY)).all(1)"),
+        ("multipliers in wrong units", "(nonnegative(matrix, target) + least) * length / scale", "nonnegative(matrix, target) + least"),
+        ("margin in wrong units", "least = margin * scale / length", "least = margin + 0 * scale"),
+        ("ridge not under the root", "np.diag(np.sqrt(ridge) / scale)", "np.diag(ridge / scale)"),
+        ("margin ignored", "(nonnegative(matrix, target) + least)", "nonnegative(matrix, target)"),
+        ("counts constraints, not steps", "self.violations += violated\n", "self.violations += (products < 0).sum(1)\n"),
+        ("stores before it looks, and looks at it", "past = range(self.episodic.task)", "past = range(self.episodic.task + 1)"),
+    ),
+    *of(
+        "learners/sgem.py",
+        "tests/learners/test_sgem.py",
+        ("always the first task", "(luck * self.episodic.task)", "(luck * 1)"),
+        ("one task for a whole task", "(self.episodic.task << 32) + self.number", "self.episodic.task << 32"),
+        ("counts steps that were not taken", "(violated & self.fleet.active)[:, 0]", "violated[:, 0]"),
+    ),
+    *of(
+        "learners/er.py",
+        "tests/learners/test_er.py",
+        ("learns from the memory alone", "joined(batch, replayed)", "replayed"),
+        ("never looks back", "batch if replayed is None else joined(batch, replayed)", "batch"),
+    ),
+    *of(
+        "learners/mega1.py",
+        "tests/learners/test_mega.py",
+        ("looks at the wrong loss", "learning = loss > sensitivity", "learning = loss_ref > sensitivity"),
+        ("weighs the wrong way round", "loss_ref / torch.where(learning, loss, 1)", "loss / loss_ref"),
+        ("stands still when the task is learnt", "torch.where(learning, loss, 1), 1) * g_ref", "torch.where(learning, loss, 1), 0) * g_ref"),
+    ),
+    *of(
+        "learners/mega2.py",
+        "tests/learners/test_mega.py",
+        ("sign of the cosine", "loss + loss_ref * cosine", "loss - loss_ref * cosine"),
+        ("turns too far", ".clamp(0, math.pi / 2)", ".clamp(0, math.pi)"),
+        ("loses the length", "length * turned", "turned"),
+        ("swaps the losses", "rotate(g, loss[:, None], g_ref, loss_ref[:, None])", "rotate(g, loss_ref[:, None], g_ref, loss[:, None])"),
+    ),
+    *of(
+        "learners/anchored.py",
+        "tests/learners/test_ewc.py tests/learners/test_pi.py tests/learners/test_anchored.py",
+        ("a factor of one half", "self.pull = 2 * self.strength", "self.pull = self.strength"),
+        ("pushes away", "torch.sub(self.fleet.theta, self.anchor, out=self._away)", "torch.sub(self.anchor, self.fleet.theta, out=self._away)"),
+        ("anchor stays at the start", "        self.anchor = self.fleet.theta.clone()\n        self.anchored = True", "        self.anchored = True"),
+        ("scales over all runs", "importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)", "importance.amin(), importance.amax()"),
+        ("counts padding", "int(b < n) for n in batch.lengths()", "1 for n in batch.lengths()"),
+    ),
+    *of(
+        "learners/fisher.py",
+        "tests/learners/test_ewc.py tests/learners/test_rwalk.py",
+        ("weights of old and new swapped", "NEW = 0.9", "NEW = 0.1"),
+        ("no square", "self.squares.addcmul_(g, g)", "self.squares.add_(g)"),
+        ("never emptied", "self.squares = torch.where(rows, 0, self.squares)", "self.squares = self.squares * 1"),
+        ("no importance after a short task", "        if self.flush:\n", "        if not self.flush:\n"),
+    ),
+    *of(
+        "learners/ewc.py",
+        "tests/learners/test_ewc.py tests/learners/test_anchored.py",
+        ("keeps only the last task", "self.total = before + (scaled", "self.total = 0 * before + (scaled"),
+        ("squares of batch means", "enumerate(singly(batches))", "enumerate(batches)"),
+        ("importances in training mode", "training=False)\n                squares", "training=True)\n                squares"),
+        ("wrong labels", "if not self.from_model:", "if self.from_model:"),
+        ("anchors weighted the wrong way round", "towards, before / self.total)", "towards, 1 - before / self.total)"),
+        (
+            "Fisher of the regularised gradient",
+            "            self.watch(g)\n            self.count_step()\n        return self.pulled(g)",
+            "            self.watch(self.pulled(g))\n            self.count_step()\n        return g",
+        ),
+    ),
+    *of(
+        "learners/pi.py",
+        "tests/learners/test_pi.py",
+        (
+            "path of the total gradient",
+            "        self._g.copy_(g)\n        return self.pulled(g)",
+            "        self._g.copy_(self.pulled(g))\n        return g",
+        ),
+        ("sign of the path", "delta, value=-1)", "delta, value=1)"),
+        ("negative importances", "(moved.square() + self.damping)).relu()", "(moved.square() + self.damping))"),
+        ("keeps only the last task", "self.importance += (self.path", "self.importance = (self.path"),
+        ("path goes on over tasks", "        self.path.zero_()\n", ""),
+        ("distance not squared", "moved.square() + self.damping", "moved.abs() + self.damping"),
+    ),
+    *of(
+        "learners/mas.py",
+        "tests/learners/test_mas.py",
+        ("signs cancel", "total += g.abs()", "total += g"),
+        ("keeps only the last task", "self.importance + fresh", "fresh"),
+        ("importances in training mode", "training=False", "training=True"),
+        ("outputs of all tasks", "self.fleet.competition.outputs(logits, slots)", "logits"),
+        ("norm not squared", ".square().sum()", ".abs().sum()"),
+        ("always a batch at a time", "batches if self.per_batch else singly(batches)", "batches"),
+    ),
+    *of(
+        "learners/rwalk.py",
+        "tests/learners/test_rwalk.py",
+        (
+            "path of the total gradient",
+            "        self._g.copy_(g)\n        self.watch(g)\n        return self.pulled(g)",
+            "        self.watch(g)\n        self._g.copy_(self.pulled(g))\n        return g",
+        ),
+        ("half the distance, the wrong way round", "1.0 if options.whole_distance else 0.5", "0.5 if options.whole_distance else 1.0"),
+        ("distance without the geometry", "self.half * self.fisher * (", "self.half * ("),
+        ("first task's score is halved", "if not self.anchored:", "if False:"),
+        ("no score", "scaled(self.fisher) + scaled(self.score)", "scaled(self.fisher)"),
+        ("path goes on", "self.path = torch.where(rows, 0, self.path)", "self.path = self.path * 1"),
+        ("scores always grow", "(1.5 if self.growing_scores else 0.5)", "1.5"),
+    ),
+    *of(
+        "models/progressive.py",
+        "tests/models/test_progressive.py tests/learners/test_prognn.py",
+        ("earlier columns go on learning", ".requires_grad_(False).eval()", ".eval()"),
+        ("batch-norm of frozen columns moves", "            column.eval()\n", "            pass\n"),
+        ("no lateral connections", "if str(s) in self.laterals else out", "if s > 99 else out"),
+    ),
+    *of(
+        "learners/prognn.py",
+        "tests/learners/test_prognn.py",
+        ("the newest column answers for all", "network.shown = batch.task", "network.shown = self.grown - 1"),
+        ("no new column", "self._grow(task + 1)", "self._grow(1)"),
+    ),
+    *of(
+        "learners/icarl.py",
+        "tests/learners/test_icarl.py tests/learners/test_herding.py",
+        ("herding forgets what it chose", "(features + total[:, None]) / k", "features"),
+        ("the wrong exemplars are dropped", "self.x[:, :, :room]", "self.x[:, :, -room:]"),
+        ("budget for each task", "self.budget // (len(self._slots) + len(classes))", "self.budget // len(classes)"),
+        ("the network teaches itself", "theta=self.teacher", "theta=self.fleet.theta"),
+        ("distils over all slots", "(self._new + self._strength * self._old)", "(1 + 0 * self._strength)"),
+        ("features not normalised", "normalize(self.fleet.forward(batch).features, dim=-1)", "self.fleet.forward(batch).features"),
+        ("teacher never learns", "        self.teacher = self.fleet.theta.clone()\n        self._teacher_buffers", "        self._teacher_buffers"),
+        ("labels instead of the teacher", "torch.where(self._old > 0, taught, wanted)", "wanted + 0 * taught"),
+        ("outputs instead of features", "self.fleet.forward(batch).features", "self.fleet.forward(batch).logits"),
+    ),
+]
+
+
+def killed(mutant: Mutant) -> bool:
+    """Do the tests notice?"""
+    with tempfile.TemporaryDirectory(prefix="onepass-mutant-") as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        (source / "onepass" / mutant.file).write_text(mutant.source(), encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+        for tests in (mutant.tests, REST):
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+            made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            if made.returncode not in (0, 1):  # it must fail a test, not just break
+                raise RuntimeError(f"{mutant.name}: the tests did not run\n{made.stdout[-2000:]}{made.stderr[-2000:]}")
+            if made.returncode == 1:
+                return True
+    return False
+
+
+def check(mutants: list[Mutant], workers: int) -> list[Mutant]:
+    """Try all of them and print a line each; returns the survivors."""
+    with ThreadPoolExecutor(workers) as pool:
+        survivors = []
+        for mutant, dead in zip(mutants, pool.map(killed, mutants), strict=True):
+            print(f"{'killed  ' if dead else 'SURVIVED'} {mutant.name}", flush=True)
+            if not dead:
+                survivors.append(mutant)
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed")
+    return survivors
+
+
+if __name__ == "__main__":
+    wanted = set(sys.argv[1:])
+    chosen = [mutant for mutant in MUTANTS if not wanted or Path(mutant.file).stem in wanted]
+    sys.exit(len(check(chosen, os.cpu_count() or 1)) > 0)
