@@ -200,7 +200,11 @@ def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(moves: 
 
 def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it() -> None:
     learner, batch = learner_after_a_task()
-    learner.fleet.theta.mul_(1e6)
+    learner.fleet.theta[:, -48:].mul_(1e6)  # the head alone: a saturated body would have no gradient to conflict
+    reference = learner.episodic.draw(100)
+    assert reference is not None
+    g, g_ref = (learner.fleet.grad(b, theta=learner.fleet.theta)[0] for b in (batch, reference))
+    assert project(g, g_ref)[1].any()
     learner.fleet.learn(learner, batch)
     assert learner.fleet.diverged() == [True, True, True]
     assert learner.violations.tolist() == [0, 0, 0]
