@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from onepass.errors import InputError
 from onepass.learners import METHODS, ewc, mas, prognn, rwalk
 from onepass.studies import recipe
+from onepass.studies.files import canonical
+from onepass.studies.results import cross_validation
 
 LEARNING_RATES = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001]
 
@@ -215,3 +218,12 @@ def test_no_methods_are_refused(methods: str) -> None:
 def test_a_recipe_that_contradicts_itself_is_refused(part: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         recipe.Recipe(**{**recipe.read("quickstart"), "methods": ["van"], **part})
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_stored_recipe_wants_the_same_units(name: str) -> None:
+    """Also the number 0 of a method's own grid is written as it is read."""
+    asked = recipe.load(name, methods="all")
+    stored = recipe.from_stored(json.loads(canonical(asked.stored())))
+    for method in asked.methods:
+        assert [unit.id for unit in cross_validation(stored, method)] == [unit.id for unit in cross_validation(asked, method)]

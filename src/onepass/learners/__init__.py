@@ -38,7 +38,7 @@ class Method:
     @property
     def grid(self) -> dict[str, list[float]]:
         """The values that are tried unless a recipe says otherwise: the paper's, where it has some."""
-        return {"learning_rate": list(LEARNING_RATES), **{name: list(values) for name, values in self.learner.hyperparameters.items()}}
+        return {"learning_rate": list(LEARNING_RATES), **{name: [float(v) for v in values] for name, values in self.learner.hyperparameters.items()}}
 
 
 METHODS: dict[str, Method] = {
