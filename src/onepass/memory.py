@@ -164,6 +164,11 @@ class EpisodicMemory:
         index = torch.tensor(starts)[:, None] + torch.arange(width) % torch.tensor(counts).clamp(min=1)[:, None]
         return self._take(index.to(self.fleet.device, non_blocking=True), tuple(counts))
 
+    def drawn(self, count: int) -> int:
+        """How many examples `draw(count)` has at most."""
+        repeats = self.with_replacement or self.include_current
+        return count if repeats else min(count, self.tasks * self.budget)
+
     def draw(self, count: int) -> Batch | None:
         """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
         if self._x is None:

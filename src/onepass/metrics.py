@@ -119,12 +119,12 @@ def select(records: Sequence[Record]) -> dict[str, float]:
     scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
     for record in records:
         score = -np.inf if record.diverged else np.nan_to_num(average_accuracy(record.accuracy), nan=-np.inf)
-        scores.setdefault(tuple(record.hyperparameters.items()), []).append(score)
+        scores.setdefault(tuple(sorted(record.hyperparameters.items())), []).append(score)
     means = {point: float(np.mean(values)) for point, values in scores.items()}
     best = max(means, key=lambda point: means[point])
     if means[best] == -np.inf:
-        raise InputError("every grid point diverged in cross-validation: add smaller learning rates to the grid")
-    return dict(best)
+        raise InputError("every grid point diverged in cross-validation: add smaller learning rates or strengths to the grid")
+    return next(dict(r.hyperparameters) for r in records if tuple(sorted(r.hyperparameters.items())) == best)
 
 
 @dataclass(frozen=True)

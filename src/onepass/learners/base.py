@@ -150,7 +150,7 @@ class Referring(Rehearsal):
         return min(options.reference_batch, tasks * memory_per_task)
 
     def largest_batch(self, batch_size: int) -> int:
-        return max(batch_size, min(self.reference_batch, self.episodic.tasks * self.episodic.budget))
+        return max(batch_size, self.episodic.drawn(self.reference_batch))
 
     def rehearse(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """The reference gradient `[R, P]` and its loss `[R]`, None while there is no past; then the memory may keep what it likes of the

@@ -70,7 +70,9 @@ class ICarl(Learner):
         if len(set(slots)) < len(slots):
             raise InputError("icarl keeps exemplars a class, so it needs a stream whose tasks have classes of their own, such as split-digits")
         if options.exemplars < len(slots):
-            raise InputError(f"icarl needs at least one exemplar a class: set exemplars to {len(slots)} or more, not {options.exemplars}")
+            raise InputError(
+                f"icarl needs at least one exemplar a class of the stream: with {len(slots)} classes, exemplars={options.exemplars} is not enough"
+            )
         self.budget, self.reference_batch, self.all_classes = options.exemplars, options.reference_batch, options.all_classes
         self.x = torch.zeros(fleet.runs, 0, 0, device=fleet.device)  # exemplars, [R, classes seen, places, …]
         self.held = torch.zeros(fleet.runs, 0, dtype=torch.int64, device=fleet.device)  # how many of its places a class has filled
@@ -171,14 +173,14 @@ class ICarl(Learner):
     def scores(self, batch: Batch) -> Tensor:
         scores = torch.full((*batch.slots.shape, self.fleet.slots.count), -torch.inf, device=self.fleet.device)
         if not self.seen:
-            return scores
+            return scores.fill_(torch.nan)  # no answer is no right answer
         self._means = self.means() if self._means is None else self._means
         distance = torch.cdist(self._features(batch), self._means)
         scores[..., self._slots] = -distance.masked_fill(self.held[:, None] == 0, torch.inf)
         if self.all_classes:  # whoever is beaten by a class of another task is wrong
             own = self.fleet.competition.evaluated.select(scores, batch.slots).amax(-1, keepdim=True)
             scores = torch.where(own < scores.amax(-1, keepdim=True), torch.nan, scores)
-        return scores
+        return scores.masked_fill(self._old == 0, torch.nan)
 
     # ---- saving
 

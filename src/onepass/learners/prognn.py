@@ -57,8 +57,8 @@ class ProgNN(Learner):
     def scores(self, batch: Batch) -> Tensor:
         if batch.task is None:
             raise InputError("prog-nn has a column a task: say whose examples these are")
-        if batch.task >= self.grown:  # not learnt yet: a guess
-            return torch.zeros(*batch.slots.shape, self.fleet.slots.count, device=self.fleet.device)
+        if batch.task >= self.grown:  # not learnt yet: no answer is no right answer
+            return torch.full((*batch.slots.shape, self.fleet.slots.count), torch.nan, device=self.fleet.device)
         network = self.fleet.architecture.module
         assert isinstance(network, Progressive)
         network.shown = batch.task

@@ -73,18 +73,18 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
     for heading in ("A_T %", "F_T", "LCA_10", "worst F", "viol.", "secs", "state"):
         made.add_column(heading, justify="right", no_wrap=True)  # all of it fits into 80 columns
     for name, result in results.items():
-        found = summaries(result)
+        found, label = summaries(result), name + (AGAIN if _looks_again(recipe, name) else "")
         if not result.finished:
             what = f"{len(result.failed)} failed" if result.failed else f"{result.missing} to do"
-            made.add_row(name, _chosen(result.hyperparameters) or "–", what)
+            made.add_row(label, _chosen(result.hyperparameters) or "–", what)
         elif result.diverged:
-            made.add_row(name, "diverged: every grid point, add smaller learning rates")
+            made.add_row(label, "diverged: every grid point, add smaller learning rates or strengths")
         elif any(record.diverged for record in result.records):
             lost = sum(record.diverged for record in result.records)
-            made.add_row(name, _chosen(result.hyperparameters), f"diverged ({lost} of {len(result.records)})")
+            made.add_row(label, _chosen(result.hyperparameters), f"diverged ({lost} of {len(result.records)})")
         else:
             made.add_row(
-                name + (AGAIN if _looks_again(recipe, name) else ""),
+                label,
                 _chosen(result.hyperparameters),
                 _spread(found["A_T"], 100, 1),
                 _spread(found["F_T"], 1, 2),
@@ -128,15 +128,15 @@ def _remarks(recipe: Recipe, results: Mapping[str, Result]) -> list[str]:
     """What a reader of the numbers should know about the methods behind them."""
     notes = []
     finished = {name: result for name, result in results.items() if result.finished and result.records}
-    if any(_looks_again(recipe, name) for name in finished):
+    if any(_looks_again(recipe, name) for name in results):
         notes.append(f"{AGAIN} looks at each task's data a second time, so it is not a single pass")
     for name, result in finished.items():
-        grown = result.records[0].state_by_task
+        grown = next((record.state_by_task for record in result.records if not record.diverged), None)
         if grown and grown[-1] >= 2 * grown[0]:
             notes.append(f"{name} grows: {_bytes(grown[0])} after its first task, {_bytes(grown[-1])} after its last")
     better = better_than_agem(finished)
     if better:
-        notes.append("better than a-gem with the same memory: " + ", ".join(f"{name} (+{100 * by:.1f} points)" for name, by in better.items()))
+        notes.append("better than a-gem with the same examples kept: " + ", ".join(f"{name} (+{100 * by:.1f} points)" for name, by in better.items()))
     return notes
 
 
@@ -174,4 +174,4 @@ def _number(values: list[float], scale: float, digits: int) -> str:
 
 
 def _bytes(count: int) -> str:
-    return f"{count / 1e6:.1f}MB"
+    return f"{count / 1e6:.1f}MB" if count >= 1e5 else f"{count / 1e3:.1f}kB"

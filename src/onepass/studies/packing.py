@@ -82,7 +82,7 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
     if needed > there:
         raise InputError(
             f"a single run of {name} does not fit into the {there / 1e9:.1f} GB of memory here:"
-            " leave it out by --methods, make the model smaller, or use another machine"
+            " leave it out by --methods, make the model or the batches smaller, or use another machine"
         )
     return max(1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed))
 

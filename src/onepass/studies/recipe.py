@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -18,7 +17,8 @@ from onepass.memory import Policy
 from onepass.protocol import Setup
 from onepass.streams import STREAMS, stream
 
-Value = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
+Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
 
@@ -144,8 +144,10 @@ def _options(kind: type, values: dict[str, Any]) -> Any:
     for key, value in dataclasses.asdict(made).items():
         if type(value) is int and value < 1:
             raise InputError(f"{key}={value} is not valid: it must be at least 1")
-        if type(value) is float and not 0 <= value < math.inf:
-            raise InputError(f"{key}={value} is not valid: it must be a number that is not negative")
+        if type(value) is int and value > 2**31:
+            raise InputError(f"{key}={value} is not valid: it must be at most {2**31}")
+        if type(value) is float and value != 0 and not SMALLEST <= value <= LARGEST:
+            raise InputError(f"{key}={value} is not valid: it must be 0, or between {SMALLEST:g} and {LARGEST:g}")
     return made
 
 

@@ -55,7 +55,8 @@ class Unit:
 
     @property
     def hyperparameters(self) -> dict[str, float]:
-        return dict(self.configuration["hyperparameters"])
+        """The learning rate first, whoever wrote them in whatever order."""
+        return dict(sorted(self.configuration["hyperparameters"].items(), key=lambda item: (item[0] != "learning_rate", item[0])))
 
 
 @dataclass(frozen=True)
