@@ -1,4 +1,4 @@
-"""Wrong implementations of the methods, most of them seen in public code, and whether the tests notice.
+"""Wrong implementations of the methods, many of them seen in public code, and whether the tests notice.
 
     python tests/mutants.py            # all of them
     python tests/mutants.py gem        # those of one file
