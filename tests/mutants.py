@@ -133,7 +133,7 @@ MUTANTS = [
         ("sign of the cosine", "loss + loss_ref * cosine", "loss - loss_ref * cosine"),
         ("turns too far", ".clamp(0, math.pi / 2)", ".clamp(0, math.pi)"),
         ("loses the length", "length * turned", "turned"),
-        ("swaps the losses", "rotate(g, loss[:, None], g_ref, loss_ref[:, None])", "rotate(g, loss_ref[:, None], g_ref, loss[:, None])"),
+        ("swaps the losses", "rotate(g, loss, g_ref, loss_ref)\n", "rotate(g, loss_ref, g_ref, loss)\n"),
     ),
     *of(
         "learners/anchored.py",

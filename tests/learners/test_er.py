@@ -79,19 +79,6 @@ def test_every_example_has_the_same_weight_whichever_batch_it_came_from() -> Non
     assert not torch.allclose(before - fleet.theta, (g + replayed) / 2, atol=1e-3)
 
 
-def test_the_first_task_is_plain_sgd() -> None:
-    rows = [Run(seed, {"learning_rate": 0.1}) for seed in (1, 2)]
-    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS["er"], rows, Setup(hidden=(5,), memory_per_task=4))
-    _, plain, van = assemble(ToyStream(), "ev", METHODS["van"], rows, Setup(hidden=(5,)))
-    for task in range(2):
-        learner.begin_task(task)
-        for batch in feed.batches(task):
-            fleet.learn(learner, batch)
-            plain.learn(van, batch)
-        learner.end_task()
-        assert torch.equal(fleet.theta, plain.theta) == (task == 0)
-
-
 @pytest.mark.parametrize("current", [False, True])
 def test_the_current_task_is_replayed_only_if_asked_for(current: bool) -> None:
     setup = Setup(hidden=(5,), memory_per_task=4, memory_includes_current_task=current)

@@ -150,6 +150,19 @@ def test_state_is_plain_tensors_of_the_fleets_rows(method: str) -> None:
         assert not tensor.requires_grad
 
 
+@pytest.mark.parametrize("method", [name for name, found in METHODS.items() if found.learner.needs_memory])
+def test_without_a_past_a_method_with_a_memory_is_plain_sgd(method: str) -> None:
+    feed, fleet, learner = assemble(STREAM["split-digits"], "cv", METHODS[method], runs(method, [1, 2]), SETUP)
+    _, plain, van = assemble(STREAM["split-digits"], "cv", METHODS["van"], runs("van", [1, 2]), SETUP)
+    for task in range(2):
+        learner.begin_task(task)
+        for batch in feed.batches(task):
+            fleet.learn(learner, batch)
+            plain.learn(van, batch)
+        learner.end_task()
+        assert torch.equal(fleet.theta, plain.theta) == (task == 0)
+
+
 @every_method
 def test_a_method_learns(method: str) -> None:
     whole = STREAMS["split-digits"].make(STREAMS["split-digits"].options(), None)

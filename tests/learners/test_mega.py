@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.learners import METHODS
 from onepass.learners.base import Reference, Referring
 from onepass.learners.mega1 import Mega1, balance
 from onepass.learners.mega2 import Mega2, rotate
 from onepass.memory import EpisodicMemory
-from onepass.protocol import Run, Setup, assemble
 from onepass.streams.batch import Batch
-from toys import Normed, ToyStream, batch_of, by_hand, fleet_of
+from toys import Normed, batch_of, by_hand, fleet_of
 
 both = pytest.mark.parametrize("method", ["mega-1", "mega-2"])
 
@@ -186,20 +184,6 @@ def test_a_step_weighs_the_gradients_of_batch_and_reference_by_their_own_losses_
             taken = (before - fleet.theta)[r].double()
             assert torch.allclose(taken, expected_direction(method, g, loss, g_ref, loss_ref, sensitivity), atol=2e-5)
     assert 5 < known < 25
-
-
-@both
-def test_the_first_task_is_plain_sgd(method: str) -> None:
-    rows = [Run(seed, {"learning_rate": 0.1, "sensitivity": 0.1}) for seed in (1, 2)]
-    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS[method], rows, Setup(hidden=(5,), memory_per_task=4))
-    _, plain, van = assemble(ToyStream(), "ev", METHODS["van"], rows, Setup(hidden=(5,)))
-    for task in range(2):
-        learner.begin_task(task)
-        for batch in feed.batches(task):
-            fleet.learn(learner, batch)
-            plain.learn(van, batch)
-        learner.end_task()
-        assert torch.equal(fleet.theta, plain.theta) == (task == 0)
 
 
 @both

@@ -11,7 +11,6 @@ from onepass.engine.algebra import dot
 from onepass.engine.fleet import Fleet
 from onepass.learners.base import Reference, Referring
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 # Below this ‖g_ref‖² a float32 sum of squares has lost its digits: such a reference gradient is no constraint.
 TINY = 1e-30
@@ -44,12 +43,7 @@ class AGem(Referring):
         super().__init__(fleet, columns, options, memory)
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
 
-    def direction(self, batch: Batch) -> Tensor:
-        g, _ = self.fleet.grad(batch)
-        reference = self.rehearse(batch)
-        if reference is None:
-            return g
-        g_ref, _ = reference
+    def correct(self, g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
         g, violated = project(g, g_ref, out=g)
         self.violations += (violated & self.fleet.active)[:, 0]
         return g

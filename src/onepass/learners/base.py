@@ -136,7 +136,7 @@ class Reference:
 
 
 class Referring(Rehearsal):
-    """Base of the methods that compare a step with a random reference batch of the memory."""
+    """Base of the methods that correct a step by a random reference batch of the memory: a subclass says how in `correct`."""
 
     options = Reference
 
@@ -152,9 +152,15 @@ class Referring(Rehearsal):
     def largest_batch(self, batch_size: int) -> int:
         return max(batch_size, self.episodic.drawn(self.reference_batch))
 
-    def rehearse(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """The reference gradient `[R, P]` and its loss `[R]`, None while there is no past; then the memory may keep what it likes of the
-        current batch."""
+    def direction(self, batch: Batch) -> Tensor:
+        g, loss = self.fleet.grad(batch)
         reference = self.episodic.draw(self.reference_batch)
         self.episodic.observe(batch)
-        return None if reference is None else self.fleet.grad(reference, update_buffers=self.moves)
+        if reference is None:
+            return g
+        g_ref, loss_ref = self.fleet.grad(reference, update_buffers=self.moves)
+        return self.correct(g, loss[:, None], g_ref, loss_ref[:, None])
+
+    @abstractmethod
+    def correct(self, g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
+        """The direction from the gradients `[R, P]` and losses `[R, 1]` of the batch and of the reference batch."""

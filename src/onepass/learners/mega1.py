@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from onepass.learners.base import Referring
-from onepass.streams.batch import Batch
 
 
 def balance(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor, sensitivity: Tensor) -> Tensor:
@@ -28,10 +27,5 @@ class Mega1(Referring):
 
     hyperparameters = {"sensitivity": (0.001, 0.01, 0.1)}
 
-    def direction(self, batch: Batch) -> Tensor:
-        g, loss = self.fleet.grad(batch)
-        reference = self.rehearse(batch)
-        if reference is None:
-            return g
-        g_ref, loss_ref = reference
-        return balance(g, loss[:, None], g_ref, loss_ref[:, None], self.columns["sensitivity"])
+    def correct(self, g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
+        return balance(g, loss, g_ref, loss_ref, self.columns["sensitivity"])

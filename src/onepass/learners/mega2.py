@@ -9,7 +9,6 @@ from torch import Tensor
 
 from onepass.engine.algebra import dot
 from onepass.learners.base import Referring
-from onepass.streams.batch import Batch
 
 COLLINEAR = 1e-5  # sine of an angle below which float32 does not know the plane of the rotation
 
@@ -38,10 +37,5 @@ def rotate(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
 class Mega2(Referring):
     """`g̃`: the current gradient rotated towards the reference gradient by an angle that balances their losses, at the length of `g`."""
 
-    def direction(self, batch: Batch) -> Tensor:
-        g, loss = self.fleet.grad(batch)
-        reference = self.rehearse(batch)
-        if reference is None:
-            return g
-        g_ref, loss_ref = reference
-        return rotate(g, loss[:, None], g_ref, loss_ref[:, None])
+    def correct(self, g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
+        return rotate(g, loss, g_ref, loss_ref)
