@@ -162,8 +162,8 @@ MUTANTS = [
         ("anchors weighted the wrong way round", "towards, before / self.total)", "towards, 1 - before / self.total)"),
         (
             "Fisher of the regularised gradient",
-            "            self.watch(g)\n            self.count_step()\n        return self.pulled(g)",
-            "            self.watch(self.pulled(g))\n            self.count_step()\n        return g",
+            "            self.watch(self._g)\n",
+            "            self.watch(self.pulled(self._g))\n",
         ),
     ),
     *of(
@@ -171,8 +171,8 @@ MUTANTS = [
         "tests/learners/test_pi.py",
         (
             "path of the total gradient",
-            "        self._g.copy_(g)\n        return self.pulled(g)",
-            "        self._g.copy_(self.pulled(g))\n        return g",
+            "        return self.pulled(self._g)",
+            "        self._g = self.pulled(self._g)\n        return self._g",
         ),
         ("sign of the path", "delta, value=-1)", "delta, value=1)"),
         ("negative importances", "(moved.square() + self.damping)).relu()", "(moved.square() + self.damping))"),
@@ -195,8 +195,8 @@ MUTANTS = [
         "tests/learners/test_rwalk.py",
         (
             "path of the total gradient",
-            "        self._g.copy_(g)\n        self.watch(g)\n        return self.pulled(g)",
-            "        self.watch(g)\n        self._g.copy_(self.pulled(g))\n        return g",
+            "        return self.pulled(self._g)",
+            "        self._g = self.pulled(self._g)\n        return self._g",
         ),
         ("half the distance, the wrong way round", "1.0 if options.whole_distance else 0.5", "0.5 if options.whole_distance else 1.0"),
         ("distance without the geometry", "self.half * self.fisher * (", "self.half * ("),

@@ -142,6 +142,20 @@ def by_hand(fleet: Fleet, batch: Batch, run: int) -> tuple[Tensor, Tensor]:
     return torch.cat([g.reshape(-1) for g in gradients]), loss.detach()
 
 
+class Follow:
+    """A learner that takes the direction it is given."""
+
+    def __init__(self, direction: Callable[[Batch], Tensor], wants_delta: bool = False) -> None:
+        self.direction = direction
+        self.wants_delta = wants_delta
+        self.deltas: list[Tensor] = []
+
+    def accept(self) -> None: ...
+
+    def after_step(self, delta: Tensor) -> None:
+        self.deltas.append(delta)
+
+
 class Silent:
     """Somebody who watches a study and remembers what went wrong."""
 

@@ -164,8 +164,9 @@ def print_table(
 
 
 def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None) -> None:
+    from onepass import files
     from onepass.report import table
-    from onepass.studies import database, files
+    from onepass.studies import database
 
     for target in filter(None, (json, csv)):
         database.check_target(target)

@@ -9,7 +9,8 @@ The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast spl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
 
@@ -129,8 +130,70 @@ class Source:
         return values.new_zeros(len(values), count + 1).scatter_(1, place, values)[:, :count]
 
 
+class Ahead:
+    """Samples for several steps made in one go: the small operations of a draw cost more than the work in them.
+
+    >>> ahead, steps = Ahead(Source([7], Purpose.REFERENCE)), torch.tensor([5])
+    >>> drawn = [ahead.sample(steps + n, n, [100], 3) for n in range(2)]
+    >>> all(torch.equal(drawn[n], Source([7], Purpose.REFERENCE).sample(5 + n, [100], 3)) for n in range(2))
+    True
+    """
+
+    STEPS = 32
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._made: tuple[int, list[int], int, Tensor] | None = None  # from which tick on, of what, how many a draw, and the choices [R, STEPS, n]
+
+    def forget(self) -> None:
+        """The next draws are at other steps than those that follow the last one."""
+        self._made = None
+
+    def sample(self, step: Tensor, tick: int, population: list[int], count: int) -> Tensor:
+        """`Source.sample(step, population, count)` for a caller whose steps `[R]` all go up by one whenever `tick` does."""
+        made = self._made
+        if made is None or not made[0] <= tick < made[0] + self.STEPS or made[1] != population or made[2] != count:
+            steps = step[:, None] + torch.arange(self.STEPS, device=step.device)
+            each = [n for n in population for _ in range(self.STEPS)]
+            chosen = self._source.spread(self.STEPS).sample(steps.flatten(), each, count)
+            self._made = made = tick, population, count, chosen.view(len(step), self.STEPS, count)
+        return made[3][:, tick - made[0]]
+
+
 def _only(step: Tensor | int, rows: Tensor) -> Tensor | int:
     return step[rows] if isinstance(step, Tensor) else step
+
+
+def one_of_bits(seed: int, purpose: Purpose, step: int, index: int) -> int:
+    """One of the 64-bit integers of a `Source`, without a tensor.
+
+    >>> one_of_bits(7, Purpose.LAYERS, 3, 1) == int(Source([7], Purpose.LAYERS).bits(3, 2)[0, 1])
+    True
+    """
+    whole, golden = (1 << 64) - 1, _GOLDEN % (1 << 64)
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * _MIX_1) & whole
+        z = ((z ^ (z >> 27)) * _MIX_2) & whole
+        return z ^ (z >> 31)
+
+    base = mix((seed * golden + int(purpose)) & whole)
+    return _signed(mix((mix((base + step * golden) & whole) + (index + 1) * golden) & whole))
+
+
+@contextmanager
+def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's own generators start from `seed` inside, and are as before outside: for layers that draw from them."""
+    # Not by torch.manual_seed and fork_rng: they look after every kind of device there is, at many times the cost of a small step.
+    generators = [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else [])]
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def uniform_at(key: Tensor, index: Tensor) -> Tensor:

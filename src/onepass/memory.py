@@ -12,13 +12,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from onepass.draws import Purpose, Source, uniform_at
+from onepass.draws import Ahead, Purpose, Source, uniform_at
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError, unknown
 from onepass.streams.batch import Batch
 
 Policy = Literal["class-reservoir", "ring", "reservoir"]
-AHEAD = 32  # batches that are stored, and steps whose reference batches are chosen, in one go: the small operations cost more than the work
+AHEAD = 32  # batches that are stored in one go: the small operations cost more than the work
 
 
 class EpisodicMemory:
@@ -61,12 +61,13 @@ class EpisodicMemory:
         self._start = torch.zeros(fleet.runs, 1, dtype=torch.int64, device=fleet.device)  # where the current task begins
         self._reference = Source(fleet.seeds, Purpose.REFERENCE)
         self._waiting: list[tuple[Batch, Tensor]] = []
-        self._ahead: tuple[int, int, Tensor] | None = None  # from which step of the fleet on, how many a draw, and the choices [R, steps, n]
+        self._ahead = Ahead(self._reference)
         self.begin_task(0)
 
     def begin_task(self, task: int) -> None:
         """Start the reservoirs of a task."""
-        self._waiting, self._ahead = [], None
+        self._waiting = []
+        self._ahead.forget()
         self.task = task
         classes = self.fleet.slots.table[task] if self.policy != "reservoir" else (0,)
         share, rest = divmod(self.budget, len(classes))
@@ -134,7 +135,7 @@ class EpisodicMemory:
     def end_task(self) -> None:
         """Make the task visible. Asks the device how much there is, so that reference batches have a known size."""
         self._store()
-        self._ahead = None
+        self._ahead.forget()
         self._start += self._filled
         self._filled = torch.zeros_like(self._start)
         self._count()
@@ -191,15 +192,9 @@ class EpisodicMemory:
 
     def _choose(self, population: list[int], count: int) -> Tensor:
         """This step's choice; inside a task the runs that are active all take the same steps, so it can be made ahead of time."""
-        tick = self.fleet.tick
-        if tick is None:
+        if self.fleet.tick is None:
             return self._reference.sample(self.fleet.step, population, count)
-        if self._ahead is None or not self._ahead[0] <= tick < self._ahead[0] + AHEAD or self._ahead[1] != count:
-            steps = self.fleet.step[:, None] + torch.arange(AHEAD, device=self.fleet.device)
-            each = [n for n in population for _ in range(AHEAD)]
-            chosen = self._reference.spread(AHEAD).sample(steps.flatten(), each, count)
-            self._ahead = tick, count, chosen.view(self.fleet.runs, AHEAD, count)
-        return self._ahead[2][:, tick - self._ahead[0]]
+        return self._ahead.sample(self.fleet.step, self.fleet.tick, population, count)
 
     def _draw_with_current(self, count: int) -> Batch:
         # How many examples the current task has stored only the device knows, so the batch has a fixed size: while there are fewer, they

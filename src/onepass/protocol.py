@@ -206,7 +206,7 @@ def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
     right = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
     counts = torch.tensor(batch.sizes or [total] * fleet.runs, device=fleet.device)
     for start in range(0, total, EVALUATE_AT_ONCE):
-        piece = Batch(batch.x[:, start : start + EVALUATE_AT_ONCE], batch.slots[:, start : start + EVALUATE_AT_ONCE], task=batch.task)
+        piece = batch.piece(start, start + EVALUATE_AT_ONCE)
         correct = fleet.competition.correct(learner.scores(piece), piece.slots)
         counted = torch.arange(start, start + correct.shape[1], device=fleet.device) < counts[:, None]
         right += (correct & counted).sum(1)

@@ -13,21 +13,9 @@ from onepass.engine.gradients import Mode
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
-from toys import FEATURES, Asking, Described, Dropped, Normed, Tied, batch_of, by_hand, fleet_of, small_net
+from toys import FEATURES, Asking, Described, Dropped, Follow, Normed, Tied, batch_of, by_hand, fleet_of, small_net
 
 MODES: list[Mode] = ["looped", "stacked"]
-
-
-class Follow:
-    """A learner that takes the direction it is given."""
-
-    def __init__(self, direction: Callable[[Batch], Tensor], wants_delta: bool = False) -> None:
-        self.direction = direction
-        self.wants_delta = wants_delta
-        self.deltas: list[Tensor] = []
-
-    def after_step(self, delta: Tensor) -> None:
-        self.deltas.append(delta)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -285,38 +273,6 @@ def test_a_large_loss_of_ones_own_is_not_divergence_and_neither_is_a_bad_theta_o
     assert fleet.diverged() == [False, False, False]
 
 
-def test_an_optimizer_leaves_frozen_parameters_and_idle_runs_alone() -> None:
-    module = small_net()
-    module[0].requires_grad_(False)  # type: ignore[index]
-    fleet = Fleet.around(module, Slots.separate(4, 2), 0.1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
-    before = fleet.theta.clone()
-    fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch_of(1, sizes=(0,)))
-    assert torch.equal(fleet.theta, before)
-    fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch_of(1))
-    start = fleet.trainable.start
-    assert torch.equal(fleet.theta[:, :start], before[:, :start])
-    assert (fleet.theta[:, start:] != before[:, start:]).any()
-
-
-def test_buffers_of_a_users_module_are_the_fleets_and_stay_so_when_it_grows() -> None:
-    module = Normed()
-    fleet = Fleet.around(module, Slots.separate(4, 2), 0.1)
-    learner = Follow(lambda b: fleet.grad(b)[0])
-    for step in range(3):
-        fleet.learn(learner, batch_of(1, seed=step))
-    assert module.norm.num_batches_tracked == 3
-    batch = batch_of(1, seed=9)
-    module.eval()
-    assert torch.allclose(module(batch.x[0]), fleet.forward(batch).logits[0], atol=1e-6)
-    grown = Normed()
-    fleet.rebuild(lambda: grown)
-    assert torch.equal(grown.norm.running_var, module.norm.running_var)
-    fleet.learn(learner, batch)
-    assert grown.norm.num_batches_tracked == 4
-    grown.eval()
-    assert torch.allclose(grown(batch.x[0]), fleet.forward(batch).logits[0], atol=1e-6)
-
-
 def test_what_is_new_after_a_change_is_initialised_anew() -> None:
     fleet = fleet_of(lambda: nn.Linear(FEATURES, 8))
     first = fleet.theta.clone()
@@ -421,43 +377,13 @@ def test_parameters_may_grow_and_freeze_between_tasks(mode: Mode) -> None:
         assert (g[:, : fleet.trainable.start] == 0).all()
 
 
-def test_any_torch_optimizer_may_drive_one_run() -> None:
-    module = small_net()
-    twin = small_net()
-    twin.load_state_dict(module.state_dict())
-    fleet = Fleet.around(module, Slots.separate(4, 2), 0.1, optimizer=lambda p: torch.optim.Adam(p, lr=0.05))
-    adam = torch.optim.Adam(twin.parameters(), lr=0.05)
-    for step in range(5):
-        batch = batch_of(1, seed=step)
-        fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch)
-        adam.zero_grad()
-        rows = [x[s // 2 * 2 : s // 2 * 2 + 2].logsumexp(0) - x[s] for x, s in zip(twin(batch.x[0]), batch.slots[0].tolist(), strict=True)]
-        torch.stack(rows).mean().backward()
-        adam.step()
-    for mine, its in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(mine, its, atol=1e-5)
-
-
-def test_around_a_users_module_its_parameters_are_views_of_theta() -> None:
-    module = Tied()
-    values = {name: p.detach().clone() for name, p in module.named_parameters()}
-    fleet = Fleet.around(module, Slots.separate(4, 2), 0.1)
-    assert all(torch.equal(p, values[name]) for name, p in module.named_parameters())
-    fleet.learn(Follow(lambda b: fleet.grad(b)[0]), batch_of(1))
-    after = dict(module.named_parameters())
-    assert not torch.equal(after["first.weight"], values["first.weight"])
-    assert module.second.weight is module.first.weight
-    assert torch.equal(after["unused"], values["unused"])
-    assert after["first.weight"].untyped_storage().data_ptr() == fleet.theta.untyped_storage().data_ptr()
-
-
 def test_building_a_fleet_leaves_torchs_generator_alone() -> None:
     state = torch.get_rng_state()
     fleet_of().grad(batch_of())
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(("seeds", "rates", "optimizer"), [([], [], None), ([1, 2], [0.1], None), ([1, 2], [0.1, 0.1], torch.optim.Adam)])
-def test_impossible_fleets_are_refused_with_a_sentence(seeds: list[int], rates: list[float], optimizer: object) -> None:
-    with pytest.raises(InputError, match=r"fleet|optimizer"):
-        Fleet(small_net, seeds, Slots.separate(4, 2), rates, optimizer=optimizer)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("seeds", "rates"), [([], []), ([1, 2], [0.1])])
+def test_impossible_fleets_are_refused_with_a_sentence(seeds: list[int], rates: list[float]) -> None:
+    with pytest.raises(InputError, match="fleet"):
+        Fleet(small_net, seeds, Slots.separate(4, 2), rates)

@@ -279,17 +279,6 @@ def test_a_network_that_cannot_be_taken_apart_is_refused_before_anything_is_lear
         with_images(build=small_net)
 
 
-def test_a_module_of_the_users_own_is_refused_or_gets_columns_of_its_own() -> None:
-    fleet = Fleet.around(fully_connected(), Slots.separate(4, 2), 0.1)
-    try:
-        learner = ProgNN(fleet, {}, Options(), None)
-    except InputError:
-        return
-    learner.begin_task(0)
-    learner.begin_task(1)
-    assert len(fleet.architecture.names) == 4 + 5
-
-
 def test_examples_without_a_task_are_refused() -> None:
     feed, fleet, learner = made()
     learn(feed, fleet, learner, [0])

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from onepass.files import canonical, digest
 from onepass.learners import METHODS, ewc
 from onepass.learners.base import Reference
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot, train
 from onepass.studies import checkpoint
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.files import canonical, digest
 from toys import ToyStream, mutated
 
 SETUP = Setup(hidden=(8,), memory_per_task=6)

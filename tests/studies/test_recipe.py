@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from onepass.errors import InputError
+from onepass.files import canonical
 from onepass.learners import METHODS, ewc, mas, prognn, rwalk
 from onepass.studies import recipe
-from onepass.studies.files import canonical
 from onepass.studies.results import cross_validation
 
 LEARNING_RATES = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001]

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onepass import files
 from onepass.errors import InputError
 from onepass.metrics import Record
-from onepass.studies import database, files
+from onepass.studies import database
 from onepass.studies.database import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load

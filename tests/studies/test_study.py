@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 
 from onepass.errors import InputError
+from onepass.files import StorageError
 from onepass.learners import METHODS
 from onepass.protocol import Run, Setup, train
 from onepass.report import status
 from onepass.studies import packing, study, work
 from onepass.studies.database import FILE
 from onepass.studies.executors import Trained, WorkerDiedError, executor
-from onepass.studies.files import StorageError
 from onepass.studies.recipe import Recipe, grown, load, united
 from onepass.studies.results import Result, cross_validation
 from onepass.studies.store import Store

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +31,8 @@ class Architecture:
         self.frozen = sum(not p.requires_grad for _, p in parameters)
         self.trainable = slice(sum(self.lengths[: self.frozen]), self.size)
         self.convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
-        self._features: Tensor | None = None
-        self._listening = False  # the user may call the module too; those activations are none of our business
-        last = self._find_head(head)
-        if last is not None:
-            last.register_forward_pre_hook(self._keep_features)
-
-    def _find_head(self, name: str | None) -> nn.Module | None:
-        if name is not None:
-            return self.module.get_submodule(name)
-        linear = [m for m in self.module.modules() if isinstance(m, nn.Linear)]
-        return linear[-1] if linear else None
-
-    def _keep_features(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._listening:
-            self._features = inputs[0]
+        linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        self._head = module.get_submodule(head) if head is not None else linear[-1] if linear else None
 
     def views(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of `theta` `[…, P]`, in the order of `names`."""
@@ -61,18 +48,19 @@ class Architecture:
         """Logits, and the features that enter the last linear layer (the logits themselves where there is none)."""
         inputs = (self.prepare(x),) if descriptors is None else (self.prepare(x), descriptors)
         values = dict(zip(self.names, parameters, strict=True)) | buffers
-        self._listening = True
-        try:
+        with self.listening() as features:
             logits: Tensor = functional_call(self.module, values, inputs)
-        finally:
-            self._listening = False
-        features, self._features = self._features, None
-        return logits, logits if features is None else features
+        return logits, features[-1] if features else logits
 
-    def bind(self, row: Tensor, buffers: dict[str, Tensor]) -> None:
-        """Make the module's own parameters and buffers views of a run's, so that the user's module *is* the run."""
-        values = dict(self.module.named_parameters())
-        for name, view in zip(self.names, self.views(row), strict=True):
-            values[name].data = view
-        for name, buffer in self.module.named_buffers():
-            buffer.data = buffers[name][0]
+    @contextmanager
+    def listening(self) -> Iterator[list[Tensor]]:
+        """A list that takes the features of every pass inside. The user may call the module too: those are none of our business."""
+        features: list[Tensor] = []
+        if self._head is None:
+            yield features
+            return
+        hook = self._head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+        try:
+            yield features
+        finally:
+            hook.remove()

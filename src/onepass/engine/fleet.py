@@ -24,9 +24,6 @@ from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
 Build = Callable[[], nn.Module]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
 LOST = 1e4  # a uniform guess among a million classes has a cross-entropy of 14
 
 
@@ -49,6 +46,7 @@ class Steps(Protocol):
     wants_delta: bool
 
     def direction(self, batch: Batch) -> Tensor: ...
+    def accept(self) -> None: ...
     def after_step(self, delta: Tensor) -> None: ...
 
 
@@ -76,12 +74,9 @@ class Fleet:
         descriptors: Tensor | None = None,
         gradients: Mode = "auto",
         head: str | None = None,
-        optimizer: MakeOptimizer | None = None,
     ) -> None:
         if not seeds or len(learning_rate) != len(seeds):
             raise InputError(f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}")
-        if optimizer is not None and len(seeds) > 1:
-            raise InputError("a torch optimizer drives one run; use plain SGD (no optimizer) for a fleet of several")
         self.device = torch.device(device)
         self.seeds = torch.tensor(list(seeds), device=self.device)
         self.slots = slots
@@ -95,35 +90,20 @@ class Fleet:
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
         self.active = self._active[:, None]
         self.descriptors = None if descriptors is None else descriptors.to(self.device)
-        self._prepare, self._mode, self._head, self._make_optimizer = prepare, gradients, head, optimizer
+        self._prepare, self._mode, self._head = prepare, gradients, head
         self.build, self._generation = build, 0
-        self.bound = False  # are the user's module's parameters ours?
         self._assemble([self._build(build, seed) for seed in seeds])
-
-    @classmethod
-    def around(
-        cls,
-        module: nn.Module,
-        slots: Slots,
-        learning_rate: float,
-        *,
-        seed: int = 0,
-        prepare: Prepare = identity,
-        gradients: Mode = "auto",
-        optimizer: MakeOptimizer | None = None,
-    ) -> Fleet:
-        """A fleet of one run around the user's own module, whose parameters and buffers become views of the fleet's."""
-        device = next(module.parameters()).device
-        fleet = cls(lambda: module, [seed], slots, [learning_rate], device=device, prepare=prepare, gradients=gradients, optimizer=optimizer)
-        fleet.bound = True
-        fleet.architecture.bind(fleet.theta[0], fleet.buffers)
-        return fleet
 
     # ---- parameters
 
     @property
     def runs(self) -> int:
         return len(self.seeds)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Batch-norm statistics and the like, `[R, …]` each."""
+        return self._buffers
 
     @property
     def trainable(self) -> slice:
@@ -149,8 +129,6 @@ class Fleet:
 
         carry(theta, self.theta)
         _fill(buffers, self.buffers)
-        if self.bound:
-            after.bind(self.theta[0], self.buffers)
         return carry
 
     def _build(self, build: Build, seed: int) -> nn.Module:
@@ -162,12 +140,10 @@ class Fleet:
         self.architecture = Architecture(modules[0], self._prepare, self._head)
         self.theta = torch.stack([self.architecture.flatten(m) for m in modules]).to(self.device)
         everyone = [dict(m.named_buffers()) for m in modules]
-        self.buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
+        self._buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
         self.gradients = Gradients(self.architecture, self._mode, self.runs)
-        self._parameter = nn.Parameter(self._learning[0], requires_grad=False)
-        self._optimizer = self._make_optimizer([self._parameter]) if self._make_optimizer else None
 
     # ---- what learners call
 
@@ -234,6 +210,7 @@ class Fleet:
         self.tick, self._ticks = self._ticks, self._ticks + 1
         with self.gradients.step():
             direction = learner.direction(batch)
+            learner.accept()
             before = self.theta.clone() if learner.wants_delta else None
             self._apply(direction)
             if before is not None:
@@ -247,12 +224,6 @@ class Fleet:
             self._active.logical_and_(present)
 
     def _apply(self, direction: Tensor) -> None:
-        if self._optimizer is not None:
-            before = self.theta.clone()
-            self._parameter.grad = direction[0, self.trainable]
-            self._optimizer.step()
-            torch.where(self.active, self.theta, before, out=self.theta)
-            return
         rate = torch.where(self.active, self.learning_rate, 0.0)
         self._learning.addcmul_(rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1)
 
@@ -262,7 +233,7 @@ class Fleet:
         return [not alive for alive in self._alive.tolist()]
 
     def state(self) -> dict[str, Tensor]:
-        """What steps change, a torch optimizer's own state aside."""
+        """What steps change."""
         buffers = {f"buffers.{name}": b for name, b in self.buffers.items()}
         return {"theta": self.theta, "step": self.step, "alive": self._alive, **buffers}
 

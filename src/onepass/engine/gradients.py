@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from onepass.draws import Purpose, Source
+from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.program import DrawsRandomNumbersError, Program, trace
 from onepass.errors import first_line
@@ -173,9 +173,10 @@ class Gradients:
 
     def _by_autograd(self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""
-        with torch.random.fork_rng(devices=[g.device for g in places[:1] if g.is_cuda], enabled=self._random is not False):
-            if self._random is not False:
-                torch.manual_seed(int(Source(at.seeds[r : r + 1], Purpose.LAYERS).bits(at.step[r : r + 1], self._passes)[0, -1]))
+        luck: AbstractContextManager[None] = nullcontext()
+        if self._random is not False:
+            luck = torch_seeded(one_of_bits(int(at.seeds[r]), Purpose.LAYERS, int(at.step[r]), self._passes - 1), at.theta.device)
+        with luck:
             gradients, value = row.autograd(arguments)
         for gradient, place in zip(gradients, places[self.architecture.frozen :], strict=True):
             place.copy_(gradient)

@@ -22,6 +22,7 @@ class Anchored(Learner):
     """
 
     keeps: ClassVar[tuple[str, ...]] = ("pull", "anchor", "anchored")
+    points: ClassVar[tuple[str, ...]] = ("anchor",)
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -29,11 +30,15 @@ class Anchored(Learner):
         self.pull = torch.zeros_like(fleet.theta)  # 2 λ Ω
         self.anchor = fleet.theta.clone()
         self.anchored = False
-        self._away = torch.empty_like(fleet.theta)  # room for θ − θ*
+        self._away = torch.empty_like(fleet.theta)  # room for θ − θ*, and for a direction
+        self._g = fleet.theta[:, :0]  # the gradient of the step that is being taken
 
     def pulled(self, g: Tensor) -> Tensor:
-        """`g + 2 λ Ω (θ − θ*)`, in the place of `g`."""
-        return g.addcmul_(self.pull, torch.sub(self.fleet.theta, self.anchor, out=self._away)) if self.anchored else g
+        """`g + 2 λ Ω (θ − θ*)`; `g` stays what it is."""
+        if not self.anchored:
+            return g
+        away = torch.sub(self.fleet.theta, self.anchor, out=self._away)
+        return torch.addcmul(g, self.pull, away, out=away)
 
     def protect(self, importance: Tensor) -> None:
         """From now on, stay close to where `θ` is now."""
@@ -57,7 +62,7 @@ def singly(batches: Iterable[Batch]) -> Iterator[Batch]:
     for batch in batches:
         for b in range(batch.x.shape[1]):
             sizes = tuple(int(b < n) for n in batch.lengths())
-            yield replace(batch, x=batch.x[:, b : b + 1], slots=batch.slots[:, b : b + 1], sizes=sizes)
+            yield replace(batch.piece(b, b + 1), sizes=sizes)
 
 
 def examples(batch: Batch, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from onepass.engine.fleet import Fleet
+from onepass.engine.fleet import Carry, Fleet
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
 
@@ -34,6 +34,9 @@ class Learner(ABC):
     needs_own_classes: ClassVar[bool] = False  # no class may belong to two tasks
     has_curve: ClassVar[bool] = True  # can it answer in the middle of a task?
     asks_host: ClassVar[bool] = False  # the exception to the rule that no step waits for the device
+    task_free: ClassVar[bool] = False  # does it make sense for a stream without task boundaries?
+    own_network: ClassVar[bool] = False  # does it build a network of its own, so that it cannot learn in somebody else's?
+    points: ClassVar[tuple[str, ...]] = ()  # attributes [R, P] that are places in the space of theta, as against sums over it
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
@@ -49,6 +52,10 @@ class Learner(ABC):
     @abstractmethod
     def direction(self, batch: Batch) -> Tensor:
         """What to subtract from theta, times the learning rate: `[R, P]`."""
+
+    def accept(self) -> None:
+        """The direction is about to be taken: sums over the gradients of steps go here, so that a step which is refused leaves no trace in
+        them. The gradients of the step are still there."""
 
     def after_step(self, delta: Tensor) -> None:
         """After the fleet moved theta by `delta [R, P]`."""
@@ -67,6 +74,13 @@ class Learner(ABC):
     def scores(self, batch: Batch) -> Tensor:
         """Scores of all slots `[R, B, S]` for evaluation; changes nothing."""
         return self.fleet.forward(batch).logits
+
+    def resize(self, before: int, carry: Carry) -> None:
+        """The fleet's parameters were `before` many and are more now: what is sized like them is carried over, zero for what is new; a point
+        is where theta is."""
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor) and value.shape == (self.fleet.runs, before):
+                setattr(self, name, carry(value, self.fleet.theta.clone() if name in self.points else None))
 
     def state(self) -> dict[str, Tensor]:
         """The method's own tensors, memory aside."""
@@ -139,6 +153,7 @@ class Referring(Rehearsal):
     """Base of the methods that correct a step by a random reference batch of the memory: a subclass says how in `correct`."""
 
     options = Reference
+    task_free = True
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -155,11 +170,11 @@ class Referring(Rehearsal):
     def direction(self, batch: Batch) -> Tensor:
         g, loss = self.fleet.grad(batch)
         reference = self.episodic.draw(self.reference_batch)
+        if reference is not None:
+            g_ref, loss_ref = self.fleet.grad(reference, update_buffers=self.moves)
+            g = self.correct(g, loss[:, None], g_ref, loss_ref[:, None])
         self.episodic.observe(batch)
-        if reference is None:
-            return g
-        g_ref, loss_ref = self.fleet.grad(reference, update_buffers=self.moves)
-        return self.correct(g, loss[:, None], g_ref, loss_ref[:, None])
+        return g
 
     @abstractmethod
     def correct(self, g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:

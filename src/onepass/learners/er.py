@@ -24,6 +24,7 @@ class Er(Rehearsal):
     """`∇ 1/(|B| + |M|) Σ_{B ∪ M} ℓ`: plain SGD on the current batch `B` joined with a random batch `M` of the episodic memory."""
 
     options = Options
+    task_free = True
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -39,6 +40,6 @@ class Er(Rehearsal):
 
     def direction(self, batch: Batch) -> Tensor:
         replayed = self.episodic.draw(self.reference_batch)
-        self.episodic.observe(batch)
         g, _ = self.fleet.grad(batch if replayed is None else joined(batch, replayed))
+        self.episodic.observe(batch)
         return g

@@ -57,11 +57,13 @@ class Ewc(MovingFisher):
         return options.fisher == "per-task"
 
     def direction(self, batch: Batch) -> Tensor:
-        g, _ = self.fleet.grad(batch)
+        self._g, _ = self.fleet.grad(batch)
+        return self.pulled(self._g)
+
+    def accept(self) -> None:
         if self.moving:
-            self.watch(g)
+            self.watch(self._g)
             self.count_step()
-        return self.pulled(g)
 
     def review(self, batches: Iterable[Batch]) -> None:
         squares, seen = torch.zeros_like(self.fleet.theta), torch.zeros_like(self.strength)

@@ -107,8 +107,10 @@ class Gem(Rehearsal):
         g, _ = self.fleet.grad(batch)
         past = range(self.episodic.task)
         constraints = [self.fleet.grad(self.episodic.of([k] * self.fleet.runs), update_buffers=self.moves)[0] for k in past]
+        if constraints:
+            g = self.respect(g, constraints)
         self.episodic.observe(batch)
-        return self.respect(g, constraints) if constraints else g
+        return g
 
     def respect(self, g: Tensor, constraints: Sequence[Tensor]) -> Tensor:
         """Each row of `g` with the constraints `n × [R, P]` of its own, and the violations counted."""

@@ -112,7 +112,7 @@ class ICarl(Learner):
     def direction(self, batch: Batch) -> Tensor:
         self._means = None
         both = joined(batch, self.exemplars()) if self.seen else batch
-        g, _ = self.fleet.grad(replace(both, extra=self.targets(both)), loss=distillation, limit=LOST)
+        g, _ = self.fleet.grad(replace(both, extra=both.extra | self.targets(both)), loss=distillation, limit=LOST)
         return g
 
     def exemplars(self) -> Batch:

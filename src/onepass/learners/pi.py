@@ -39,12 +39,10 @@ class Pi(Anchored):
         self.damping = options.damping
         self.path = torch.zeros_like(fleet.theta)  # ω
         self.importance = torch.zeros_like(fleet.theta)  # Ω
-        self._g = torch.zeros_like(fleet.theta)  # of the step that is being taken
 
     def direction(self, batch: Batch) -> Tensor:
-        g, _ = self.fleet.grad(batch)
-        self._g.copy_(g)
-        return self.pulled(g)
+        self._g, _ = self.fleet.grad(batch)
+        return self.pulled(self._g)
 
     def after_step(self, delta: Tensor) -> None:
         self.path.addcmul_(self._g, delta, value=-1)

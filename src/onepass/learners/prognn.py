@@ -34,11 +34,10 @@ class ProgNN(Learner):
 
     options = Options
     keeps = ("grown",)
+    own_network = True
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
-        if fleet.bound:
-            raise InputError("prog-nn builds a network of its own for every task, so it cannot learn in the one you have")
         stages(fleet.architecture.module)  # before anything is learnt: can it be taken apart?
         self.input_laterals = options.input_laterals
         self.grown = 0  # columns

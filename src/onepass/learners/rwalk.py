@@ -42,6 +42,7 @@ class RWalk(MovingFisher):
     hyperparameters = {"strength": (0.1, 1, 10, 100, 1000)}
     options = Options
     keeps = (*MovingFisher.keeps, "path", "start", "fresh", "score")
+    points = (*MovingFisher.points, "start")
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -53,13 +54,13 @@ class RWalk(MovingFisher):
         self.start = fleet.theta.clone()  # where that was
         self.fresh = torch.zeros_like(fleet.theta)  # s_task
         self.score = torch.zeros_like(fleet.theta)  # s
-        self._g = torch.zeros_like(fleet.theta)  # of the step that is being taken
 
     def direction(self, batch: Batch) -> Tensor:
-        g, _ = self.fleet.grad(batch)
-        self._g.copy_(g)
-        self.watch(g)
-        return self.pulled(g)
+        self._g, _ = self.fleet.grad(batch)
+        return self.pulled(self._g)
+
+    def accept(self) -> None:
+        self.watch(self._g)
 
     def after_step(self, delta: Tensor) -> None:
         self.path.addcmul_(self._g, delta, value=-1)

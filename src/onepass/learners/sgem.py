@@ -49,14 +49,12 @@ class SGem(Rehearsal):
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
-        chosen = self.choose()
+        if self.episodic.task:
+            g_ref, _ = self.fleet.grad(self.episodic.of(self.choose()), update_buffers=self.moves)
+            g, violated = project(g, g_ref, out=g)
+            self.violations += (violated & self.fleet.active)[:, 0]
         self.number += 1
         self.episodic.observe(batch)
-        if not self.episodic.task:
-            return g
-        g_ref, _ = self.fleet.grad(self.episodic.of(chosen), update_buffers=self.moves)
-        g, violated = project(g, g_ref, out=g)
-        self.violations += (violated & self.fleet.active)[:, 0]
         return g
 
     def choose(self) -> list[int]:

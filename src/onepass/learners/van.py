@@ -11,6 +11,8 @@ from onepass.streams.batch import Batch
 class Van(Learner):
     """`θ ← θ − α ∇ℓ(θ, batch)`: a single model trained continually without anything against forgetting (the paper's VAN)."""
 
+    task_free = True
+
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
         return g

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from onepass.errors import InputError
+from onepass.files import TEMPORARY, check_writable
 from onepass.metrics import Record, average_accuracy, forgetting
-from onepass.studies.files import TEMPORARY, check_writable
 from onepass.studies.store import Store, Unit
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ class Batch:
     """`x [R, B, …]` as stored (bytes for images) and `slots [R, B]`.
 
     `sizes` are the true batch sizes of rows that have fewer than B examples, known to the host: row `r` counts only its first `sizes[r]`
-    examples, a row of size 0 sits this step out. `extra` are further tensors `[R, B, …]` that a loss may ask for (targets of a teacher,
-    say). `task` is the task of all these examples, where they have one task.
+    examples, a row of size 0 sits this step out. `extra` are further tensors `[R, B, …]`: what a loss may ask for (targets of a teacher,
+    say), or what else the network takes. `task` is the task of all these examples, where they have one task.
     """
 
     x: Tensor
@@ -31,6 +31,10 @@ class Batch:
         """The true size of every row."""
         return self.sizes or (self.x.shape[1],) * len(self.x)
 
+    def piece(self, start: int, end: int) -> Batch:
+        """Examples `start` to `end` of every row, as one batch of unknown sizes."""
+        return Batch(self.x[:, start:end], self.slots[:, start:end], None, {name: t[:, start:end] for name, t in self.extra.items()}, self.task)
+
 
 def joined(one: Batch, other: Batch) -> Batch:
     """The examples of two batches in one, row by row; a row that sits out in the first one sits out.
@@ -40,8 +44,9 @@ def joined(one: Batch, other: Batch) -> Batch:
     ([[1, 2, 5], [3, 6, 9]], (3, 2))
     """
     x, slots = torch.cat([one.x, other.x], 1), torch.cat([one.slots, other.slots], 1)
+    extra = {name: torch.cat([tensor, other.extra[name]], 1) for name, tensor in one.extra.items()}
     if one.sizes is None and other.sizes is None:
-        return Batch(x, slots)
+        return Batch(x, slots, extra=extra)
     width, sizes, order = one.x.shape[1], [], []
     for first, second in zip(one.lengths(), other.lengths(), strict=True):
         real = [*range(first), *(range(width, width + second) if first else ())]
@@ -49,4 +54,4 @@ def joined(one: Batch, other: Batch) -> Batch:
         order.append(real + sorted(set(range(x.shape[1])) - set(real)))  # what is not real goes behind the end
     index = torch.tensor(order, device=x.device)
     rows = torch.arange(len(x), device=x.device)[:, None]
-    return Batch(x[rows, index], slots[rows, index], tuple(sizes))
+    return Batch(x[rows, index], slots[rows, index], tuple(sizes), {name: tensor[rows, index] for name, tensor in extra.items()})

@@ -18,8 +18,8 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
+from onepass.files import canonical, digest, make_folder, write
 from onepass.protocol import Snapshot
-from onepass.studies.files import canonical, digest, make_folder, write
 
 log = logging.getLogger(__name__)
 

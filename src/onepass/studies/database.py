@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.errors import InputError
-from onepass.studies.files import TEMPORARY, StorageError, cannot_write, canonical, check_writable, digest, make_folder
+from onepass.files import TEMPORARY, StorageError, cannot_write, canonical, check_writable, digest, make_folder
 
 FILE = "study.sqlite"
 APPLICATION = 0x6F6E6570  # "onep": what SQLite's header says the file is

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from onepass.errors import InputError
+from onepass.files import canonical
 from onepass.learners import method
 from onepass.metrics import Record, select
 from onepass.protocol import Run, grid_points
 from onepass.streams.base import Part
-from onepass.studies.files import canonical
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import Store, Unit
 

@@ -26,9 +26,9 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from onepass.files import cannot_write, canonical, digest, write
 from onepass.metrics import Array, Record
 from onepass.studies.database import FILE, DamagedError, damaged, ordered, put, reading, refusing, rows, writing
-from onepass.studies.files import cannot_write, canonical, digest, write
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 import torch
 
 from onepass.errors import InputError, first_line
+from onepass.files import TEMPORARY, canonical
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
 from onepass.streams.feed import Feed
 from onepass.studies import packing
 from onepass.studies.executors import Executor, Trained
-from onepass.studies.files import TEMPORARY, canonical
 from onepass.studies.packing import PARTS
 from onepass.studies.recipe import Recipe, from_stored, grown
 from onepass.studies.results import Result, cross_validation, evaluation, result

@@ -1,0 +1,357 @@
+"""A fleet of one run around a module that is somebody else's.
+
+The module is called as it is, hooks and all, and plain autograd does the work: whatever it does in `forward`, in Python or in tensors, is
+right. Its parameters are views of `theta[0]`, so it *is* the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from onepass.draws import Purpose, one_of_bits, torch_seeded
+from onepass.engine.architecture import Architecture
+from onepass.engine.fleet import Fleet, Output, Steps
+from onepass.engine.gradients import Loss
+from onepass.errors import InputError
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
+
+INPUT = "input "  # how the names of a batch's further inputs begin
+
+
+class Bound(Fleet):
+    """R = 1: `theta [1, P]` is the memory of the module's own parameters, its buffers stay its own.
+
+    A step happens whole or not at all: where a loss or gradient is not finite, or the module refuses a batch, an error is raised before
+    anything is written. Random layers draw from (seed, step), whatever the state of torch's generator. With an `optimizer` over the module's
+    parameters, a direction becomes their gradient; without, `θ ← θ − α · direction`. Inputs are passed by the names in `keywords`, if any.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        slots: Slots,
+        learning_rate: float,
+        *,
+        seed: int = 0,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        autocast: torch.dtype | None = None,
+        head: str | None = None,
+    ) -> None:
+        device = _check(module)
+        super().__init__(lambda: module, [seed], slots, [learning_rate], device=device, head=head)
+        self.seed, self.optimizer, self.autocast = seed, optimizer, autocast
+        self.loss: Loss = loss or self.cross_entropy
+        self.keywords: tuple[str, ...] = ()
+        self.number = 0  # of the step that comes next: `step`, as the host knows it
+        self.outputs: Tensor | None = None  # of the first pass of the last step
+        self.loss_before = math.nan  # and its loss
+        self.measures = False  # is the cosine between gradient and reference gradient wanted?
+        self.cosine = math.nan
+        self._passes = 0
+
+    def _assemble(self, modules: list[nn.Module]) -> None:
+        (module,) = modules
+        self.architecture = Architecture(module, self._prepare, self._head)
+        self.theta = self.architecture.flatten(module)[None]
+        self._bind()
+        self._learning = self.theta[:, self.architecture.trainable]
+        self._rows: list[Tensor] = []  # workspaces for gradients
+        self._in_use: int | None = None
+
+    def _bind(self) -> None:
+        """Make the module's parameters views of theta."""
+        own = dict(self.architecture.module.named_parameters())
+        self._parameters = [own[name] for name in self.architecture.names]
+        self._views = self.architecture.views(self.theta[0])
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return {name: buffer[None] for name, buffer in self.architecture.module.named_buffers()}
+
+    def intact(self) -> None:
+        """Raise unless the module's parameters still are the views we made."""
+        wanted = zip(self.architecture.names, self._parameters, self._views, strict=True)
+        found = dict(self.architecture.module.named_parameters())
+        for place, (name, parameter, view) in enumerate(wanted):
+            here = found.pop(name, None)
+            if here is None:
+                raise InputError(f"parameter '{name}' is gone from the module: put it back, or wrap the module anew")
+            if here.device != view.device:
+                raise InputError(f"the module was moved from {view.device} to {here.device}: move it back, or save, and load with the moved module")
+            if here is not parameter or here.data_ptr() != view.data_ptr() or here.shape != view.shape or here.dtype != view.dtype:
+                raise InputError(f"parameter '{name}' was created anew since the module was wrapped: write into it in place, or wrap the module anew")
+            if here.requires_grad != (place >= self.architecture.frozen):
+                raise InputError(f"requires_grad of '{name}' was changed since the module was wrapped: change it back, or wrap the module anew")
+        if found:
+            raise InputError(f"parameter '{next(iter(found))}' was added since the module was wrapped: wrap the module anew")
+
+    # ---- passes
+
+    def call(self, batch: Batch) -> Any:
+        """What the module makes of the inputs of a batch."""
+        inputs = [batch.x[0], *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT))]
+        with self._casting():
+            if self.keywords:
+                return self.architecture.module(**dict(zip(self.keywords, inputs, strict=True)))
+            return self.architecture.module(*inputs)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+    def value(self, batch: Batch, loss: Loss) -> tuple[Tensor, Any]:
+        """The loss of a batch, and the module's outputs."""
+        outputs = self.call(batch)
+        with self._casting():
+            return loss(outputs, batch.slots[0], {name: tensor[0] for name, tensor in batch.extra.items()}), outputs
+
+    def grad(
+        self,
+        batch: Batch,
+        *,
+        loss: Loss | None = None,
+        theta: Tensor | None = None,
+        update_buffers: bool = True,
+        training: bool = True,
+        limit: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As a fleet's; what is not finite raises an error."""
+        self._passes = 1 if self._in_use is None else self._passes + 1
+        module = self.architecture.module
+        if training and not module.training:
+            module.train()
+        luck = torch_seeded(one_of_bits(self.seed, Purpose.LAYERS, self.number, self._passes - 1), self.device)
+        with ExitStack() as around, luck, torch.enable_grad():
+            if theta is not None:
+                around.enter_context(self._at(theta, None))
+            if not training:
+                around.enter_context(_evaluating(module))
+            if not (training and update_buffers):
+                around.enter_context(_undone(module))
+            value, outputs = self.value(batch, loss or self.loss)
+            _scalar(value)
+            trained = self._parameters[self.architecture.frozen :]
+            gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
+        value = value.detach().to(self.theta.dtype).view(1)
+        self._refuse_what_is_not_finite(float(value))
+        row = self._workspace()
+        self._flatten(gradients, row[0, self.trainable])
+        if self._passes == 1:
+            # Detached: a graph that lives on remembers the shapes of parameters, and a head may grow.
+            self.outputs, self.loss_before = outputs.detach() if isinstance(outputs, Tensor) else None, float(value)
+        elif self.measures and self._in_use is not None:
+            products = [float(torch.dot(a[0], b[0])) for a, b in ((self._rows[0], row), (self._rows[0], self._rows[0]), (row, row))]
+            cosine = products[0] / math.sqrt(products[1] * products[2]) if products[1] * products[2] > 0 else 0.0
+            self.cosine = cosine if math.isnan(self.cosine) else min(cosine, self.cosine)
+        return row, value
+
+    def _flatten(self, gradients: Sequence[Tensor | None], row: Tensor) -> None:
+        if all(gradient is not None for gradient in gradients):
+            torch.cat([cast(Tensor, gradient).reshape(-1) for gradient in gradients], out=row)
+            return
+        lengths = self.architecture.lengths[self.architecture.frozen :]
+        for gradient, place in zip(gradients, torch.split_with_sizes(row, lengths), strict=True):
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient.reshape(-1))
+
+    def _refuse_what_is_not_finite(self, value: float) -> None:
+        if not math.isfinite(value):
+            where = "of this batch" if self._passes == 1 else "on the episodic memory"
+            raise InputError(f"the loss {where} is {value}: look at the batch, or take smaller steps; nothing was learnt")
+
+    def answer(self, batch: Batch) -> Any:
+        """What the module makes of a batch in evaluation; changes nothing."""
+        module = self.architecture.module
+        with torch.no_grad(), _evaluating(module), _undone(module):
+            return self.call(batch)
+
+    def loss_on(self, batch: Batch) -> float:
+        """The loss of a batch in evaluation; changes nothing."""
+        module = self.architecture.module
+        with torch.no_grad(), _evaluating(module), _undone(module):
+            return float(self.value(batch, self.loss)[0])
+
+    def compete(self, slots: Slots) -> None:
+        """From now on these outputs compete."""
+        self.slots, self.competition = slots, slots.on(self.device)
+
+    def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
+        module = self.architecture.module
+        with torch.no_grad(), self._at(theta, buffers), _evaluating(module), _undone(module), self.architecture.listening() as features:
+            logits = self.call(batch)
+        return Output(logits[None], (features[-1] if features else logits)[None])
+
+    @contextmanager
+    def _at(self, theta: Tensor | None, buffers: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """The module at other parameters and buffers for a while."""
+        if theta is None and buffers is None:
+            yield
+            return
+        before, module = self.theta.clone(), self.architecture.module
+        with _undone(module):
+            try:
+                self.theta.copy_(before if theta is None else theta)
+                for name, buffer in self.buffers.items():
+                    if buffers is not None:
+                        buffer.copy_(buffers[name])
+                yield
+            finally:
+                self.theta.copy_(before)
+
+    def _workspace(self) -> Tensor:
+        if self._in_use is None or self._in_use == len(self._rows):
+            fresh = torch.zeros_like(self.theta)
+            if self._in_use is None:
+                return fresh
+            self._rows.append(fresh)
+        self._in_use += 1
+        return self._rows[self._in_use - 1]
+
+    @contextmanager
+    def _using_workspaces(self) -> Iterator[None]:
+        self._in_use = self._passes = 0
+        try:
+            yield
+        finally:
+            self._in_use = None
+
+    def workspace(self) -> AbstractContextManager[None]:
+        return self._using_workspaces()
+
+    # ---- steps
+
+    def learn(self, learner: Steps, batch: Batch) -> None:
+        self.tick, self.cosine = self.number, math.nan
+        try:
+            with _kept(self.architecture.module), self._using_workspaces():
+                direction = learner.direction(batch)
+                # What is not finite in a gradient is not finite here. One number asks the device one question.
+                if not math.isfinite(float(torch.dot(direction[0], direction[0]))):
+                    raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
+                learner.accept()
+                before = self.theta.clone() if learner.wants_delta else None
+                self._apply(direction)
+                if before is not None:
+                    learner.after_step(self.theta - before)
+        finally:
+            self.tick = None
+        self.number += 1
+        self.step += 1
+
+    def _apply(self, direction: Tensor) -> None:
+        if self.optimizer is None:
+            super()._apply(direction)
+            return
+        places = self.architecture.views(direction[0])
+        frozen = self.architecture.frozen
+        for parameter, place in zip(self._parameters[frozen:], places[frozen:], strict=True):
+            parameter.grad = place
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                parameter.grad = None
+                if parameter.data_ptr() != view.data_ptr():  # some optimizers put new tensors in place of the old ones
+                    view.copy_(parameter.data)
+                    parameter.data = view
+
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), "number": self.number}
+
+    def continue_at(self, counters: Mapping[str, int]) -> None:
+        """Go on from saved `counters()`, with parameters and buffers that are there already."""
+        self._generation, self.number = counters["generation"], counters["number"]
+        self.step.fill_(self.number)
+
+
+def _check(module: nn.Module) -> torch.device:
+    """The device of a module that can be wrapped."""
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError(f"parameter '{name}' has no shape yet: show the module one batch before you wrap it")
+        if not parameter.is_floating_point():
+            raise InputError(f"parameter '{name}' is {parameter.dtype}: parameters must be real floating-point numbers")
+        if parameter.numel() and not bool(parameter.isfinite().all()):
+            raise InputError(f"parameter '{name}' is not finite: initialise the module before you wrap it")
+    if not any(p.requires_grad and p.numel() for p in parameters.values()):
+        raise InputError("the module has no trainable parameters: there is nothing to learn")
+    kinds = {p.dtype for p in parameters.values()}
+    if len(kinds) > 1:
+        raise InputError(
+            f"the module mixes parameters of {' and '.join(sorted(map(str, kinds)))}: convert it to one of them; for mixed precision use precision="
+        )
+    places = {p.device for p in parameters.values()}
+    if len(places) > 1:
+        raise InputError(f"the module is spread over {' and '.join(sorted(map(str, places)))}: move it to one device")
+    return places.pop()
+
+
+def _scalar(value: object) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"the loss must be one number a batch, and is {found}: take its mean")
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation, and after that every part of it as it was."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in before:
+            part.training = mode
+
+
+class _Buffers:
+    """The buffers of a module as they are now; `restore` brings them back, even those that were assigned anew."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = [part._buffers for part in module.modules() if part._buffers]
+        self._places = [(owner, name, buffer) for owner in parts for name, buffer in owner.items() if buffer is not None]
+        self._members: dict[torch.dtype, list[Tensor]] = {}
+        for _, _, buffer in self._places:
+            self._members.setdefault(buffer.dtype, []).append(buffer)
+        self._copies = {kind: torch.cat([b.detach().reshape(-1) for b in buffers]) for kind, buffers in self._members.items()}
+
+    def restore(self) -> None:
+        for owner, name, buffer in self._places:
+            owner[name] = buffer
+        for kind, buffers in self._members.items():
+            copies = torch.split_with_sizes(self._copies[kind], [b.numel() for b in buffers])
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.detach().copy_(copy.view(buffer.shape))
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """After an error, buffers are as they were before."""
+    before = _Buffers(module)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards as they were before."""
+    before = _Buffers(module)
+    try:
+        yield
+    finally:
+        before.restore()

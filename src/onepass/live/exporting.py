@@ -1,0 +1,40 @@
+"""The current model as a file that other programs can run."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from onepass.errors import InputError, first_line
+from onepass.files import TEMPORARY, cannot_write, check_writable, write
+
+
+def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], path: Path) -> None:
+    """`torch.export` of the module in evaluation mode with a free batch size, or ONNX; the module itself is not touched."""
+    onnx = path.suffix == ".onnx"
+    if onnx and not (find_spec("onnx") and find_spec("onnxscript")):
+        raise InputError("exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export")
+    check_writable(path)
+    twin = copy.deepcopy(module).eval()
+    positional, named = ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
+    batch = torch.export.Dim.DYNAMIC
+    shapes = {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)
+    try:
+        program = torch.export.export(twin, positional, named, dynamic_shapes=shapes)
+    except Exception as reason:  # whatever the exporter could not follow
+        raise InputError(f"torch.export cannot follow the module ({first_line(reason)}): nothing was written") from reason
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
+            temporary = Path(folder) / path.name
+            if onnx:
+                torch.onnx.export(program, (), str(temporary), dynamo=True, verbose=False, external_data=False)
+            else:
+                torch.export.save(program, temporary)
+            write(path, temporary.read_bytes())
+    except OSError as reason:
+        raise cannot_write(path, reason) from None

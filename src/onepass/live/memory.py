@@ -1,0 +1,347 @@
+"""The episodic memory of a stream that keeps coming: how many tasks, classes and examples there will be, nobody knows.
+
+The host decides what is kept, example by example, with draws that are functions of the seed and of the example's number; where the examples
+lie is the business of `storage`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from onepass.draws import Ahead, Purpose, Source, uniform_at
+from onepass.engine.bound import Bound
+from onepass.errors import InputError, unknown
+from onepass.live.storage import Storage
+from onepass.streams.batch import Batch
+
+Policy = Literal["class-balanced", "class-reservoir", "ring", "reservoir"]
+Where = Literal["module", "cpu", "disk"]
+INDEX = 256  # bytes an example, at most, that the lists below take beside the example itself
+TASK_FREE = 1000  # examples, unless something is said
+Group = tuple[int, int]  # a task and a class of it
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much of the past is kept, and where.
+
+    `per_task` examples of each task, and at most `examples` and `bytes` in all: both are hard limits, and `bytes` counts everything that the
+    memory holds. When they are reached, the largest group gives way, so tasks and classes stay level. Without task boundaries `per_task`
+    means nothing, there are 1000 `examples` unless said otherwise, and the reference is drawn from those that are older than `recent`
+    batches.
+
+    `policy`: "class-balanced" shares the room evenly by the classes seen so far, with a uniform sample of each (class-balancing reservoir
+    sampling: Chrysakis, Moens: Online continual learning from imbalanced data, ICML 2020). "reservoir" is a uniform sample of the task or
+    stream. "class-reservoir" and "ring" give each of the classes that a task can have a fixed share from the start, filled by a uniform
+    sample or by the last examples of the class: the policies of the benchmark. By default "class-balanced", and "reservoir" for a loss of
+    one's own. `where`: on the device of the "module", on the "cpu", or on "disk" in `folder`.
+    """
+
+    per_task: int = 250
+    examples: int | None = None
+    bytes: int | None = None
+    policy: Policy | None = None
+    where: Where = "module"
+    folder: str | Path | None = None
+    recent: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("per_task", "examples", "bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InputError(f"the memory's {name} must be a whole number above 0, got {value!r}")
+        if not isinstance(self.recent, int) or self.recent < 0:
+            raise InputError(f"the memory's recent must be a whole number of batches, got {self.recent!r}")
+        if self.policy is not None and self.policy not in get_args(Policy):
+            raise unknown("memory policy", str(self.policy), get_args(Policy))
+        if self.where not in get_args(Where):
+            raise unknown("place for the memory", str(self.where), get_args(Where))
+        if (self.where == "disk") != (self.folder is not None):
+            raise InputError("a memory on disk needs a folder, and only that one does: give where='disk' and folder='…' together")
+
+
+class LiveMemory:
+    """The memory of one run, with the interface of `EpisodicMemory`. `classes()` tells which classes the current task can have.
+
+    A batch that a learner shows with `observe` is kept only once `commit` says that its step was taken.
+    """
+
+    def __init__(self, fleet: Bound, plan: Memory, policy: Policy, task_free: bool, classes: Callable[[], Sequence[int]]) -> None:
+        self.fleet, self.plan, self.policy, self.task_free, self._classes = fleet, plan, policy, task_free, classes
+        self.budget = self.tasks = 1  # what a benchmark would know; here nobody does
+        self.storage: Storage | None = None
+        self.task = 0
+        self._used = 0  # rows that hold an example
+        self._members: dict[Group, list[int]] = {}  # rows of each group
+        self._group: list[Group] = []  # of each row
+        self._arrived: list[int] = []  # the step at which the example of each row came
+        self._seen: Counter[Group] = Counter()  # examples of each group that passed by
+        self._visible: list[int] = []  # rows that may be drawn
+        self._position: dict[int, int] = {}  # and where they are in that list
+        self._fresh: dict[int, None] = {}  # rows of the current task, which may not, in the order in which they were filled
+        self._coming: deque[tuple[int, int]] = deque()  # without tasks: (step, row) of what is too recent
+        self._number = 0  # examples of the current task, or of the stream
+        self._pending: Batch | None = None
+        self._rows: Tensor | None = None  # `_visible` as a tensor
+        self._ahead = Ahead(Source([fleet.seed], Purpose.REFERENCE))
+        self._quota: dict[int, int] = {}
+        self._limit: int | None = None
+        self.begin_task(0)
+
+    # ---- what learners call
+
+    def begin_task(self, task: int) -> None:
+        self.task = task
+        self._number = 0
+        self._luck = Source([self.fleet.seed], Purpose.RESERVOIR).key(task)
+        if self.policy in ("class-reservoir", "ring"):
+            classes = self._classes()
+            share, rest = divmod(self.plan.per_task, len(classes))
+            self._quota = {c: share + (i < rest) for i, c in enumerate(classes)}
+
+    def observe(self, batch: Batch) -> None:
+        self._pending = batch
+
+    def end_task(self) -> None:
+        """Make the task visible."""
+        for row in self._fresh:
+            self._show(row)
+        self._fresh = {}
+
+    def draw(self, count: int) -> Batch | None:
+        """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
+        if self.task_free:
+            self._let_ripen()
+        n = len(self._visible)
+        if n == 0:
+            return None
+        rows = self._visible_rows()
+        if n > count:
+            rows = rows[self._ahead.sample(torch.tensor([self.fleet.number]), self.fleet.number, [n], count)[0]]
+        return self.take(rows)
+
+    def drawn(self, count: int) -> int:
+        return count
+
+    def of(self, tasks: Sequence[int]) -> Batch:
+        """All that is kept of one past task."""
+        rows = sorted(row for group, members in self._members.items() if group[0] == tasks[0] for row in members)
+        if not rows:
+            raise InputError("the memory has no room for an example of every task: give it more bytes or examples")
+        return self.take(torch.tensor(rows))
+
+    # ---- what the wrapper calls
+
+    def commit(self, labels: Sequence[int]) -> None:
+        """The step was taken: offer the batch that the learner showed, example by example."""
+        batch, self._pending = self._pending, None
+        if batch is None:
+            return
+        values = {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
+        if self.storage is None:
+            self._open(values)
+        numbers = torch.arange(self._number, self._number + len(labels))[None]
+        luck = uniform_at(self._luck, numbers)[0].tolist()
+        self._number += len(labels)
+        written: dict[int, int] = {}
+        for place, label in enumerate(labels):
+            row = self._place((self.task, 0 if self.policy == "reservoir" else label), luck[place])
+            if row is not None:
+                written[row] = place  # of several examples for one row the last one stays
+        if written:
+            assert self.storage is not None
+            if self._used > self.storage.rows:
+                self.storage.reserve(max(self._used, min(self._used + self.plan.per_task, self._limit or 1 << 62)))
+            self.storage.write(list(written), values, list(written.values()))
+
+    def discard(self) -> None:
+        """The step was not taken."""
+        self._pending = None
+
+    def take(self, rows: Tensor) -> Batch:
+        assert self.storage is not None
+        values = self.storage.take(rows, self.fleet.device)
+        x, slots = values.pop("x"), values.pop("slots")
+        return Batch(x[None], slots[None], extra={name: tensor[None] for name, tensor in values.items()})
+
+    @property
+    def size(self) -> int:
+        return self._used
+
+    @property
+    def visible(self) -> int:
+        """How many examples may be drawn."""
+        return len(self._visible)
+
+    @property
+    def nbytes(self) -> int:
+        """Everything it holds."""
+        return (self.storage.nbytes if self.storage else 0) + INDEX * self._used
+
+    def counts(self) -> dict[int, int]:
+        """Examples of every task; of every class, where there are no tasks."""
+        found: Counter[int] = Counter()
+        for group, rows in self._members.items():
+            found[group[1 if self.task_free else 0]] += len(rows)
+        return {key: count for key, count in sorted(found.items()) if count}
+
+    def groups(self) -> dict[int, list[int]]:
+        """The visible rows of every past task; of every class, where there are no tasks."""
+        found: dict[int, list[int]] = {}
+        for row in sorted(self._visible):
+            found.setdefault(self._group[row][1 if self.task_free else 0], []).append(row)
+        return found
+
+    # ---- which example stays
+
+    def _open(self, values: Mapping[str, Tensor]) -> None:
+        each = INDEX + sum(tensor[0].nbytes for tensor in values.values())
+        limits = [n for n in (self.plan.examples, self.plan.bytes // each if self.plan.bytes else None) if n is not None]
+        if not limits and self.task_free:
+            limits = [TASK_FREE]
+        self._limit = min(limits) if limits else None
+        if self._limit == 0:
+            raise InputError(f"{self.plan.bytes} bytes are too few for a memory: one example needs {each}")
+        device = self.fleet.device if self.plan.where == "module" else torch.device("cpu")
+        self.storage = Storage(values, device, Path(self.plan.folder) if self.plan.folder is not None else None, self._limit)
+
+    def _place(self, group: Group, luck: float) -> int | None:
+        """The row that the next example of a group takes, if any; `luck` is uniform on [0, 1) and decides one thing."""
+        self._seen[group] += 1
+        members, seen = self._members.setdefault(group, []), self._seen[group]
+        if self.policy == "class-balanced":
+            room = self._limit if self.task_free else self.plan.per_task
+            mine = self._used if self.task_free else len(self._fresh)
+            if room is None or mine < room:
+                return self._new(group, luck)
+            largest = max((g for g in self._members if g[0] == group[0]), key=lambda g: len(self._members[g]))
+            if seen - 1 > len(members) or len(members) >= len(self._members[largest]):  # it has given examples away, or would now
+                return self._replace(members, int(luck * seen))
+            return self._instead_of(self._members[largest], group, luck)
+        quota = self._quota.get(group[1], 0) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
+        if seen <= quota:
+            return self._new(group, luck)
+        if quota == 0:
+            return None
+        return self._replace(members, (seen - 1) % quota if self.policy == "ring" else int(luck * seen))
+
+    def _new(self, group: Group, luck: float) -> int | None:
+        """A row of its own: an empty one, or that of a member of the largest group of all."""
+        if self._limit is None or self._used < self._limit:
+            row, self._used = self._used, self._used + 1
+            self._group.append(group)
+            self._arrived.append(self.fleet.number)
+            self._enter(row, group)
+            return row
+        largest = max(self._members, key=lambda g: len(self._members[g]))
+        members = self._members[group]
+        if len(members) >= len(self._members[largest]):
+            return self._replace(members, int(luck * self._seen[group]))
+        return self._instead_of(self._members[largest], group, luck)
+
+    def _replace(self, members: list[int], entry: int) -> int | None:
+        """Algorithm R: example n takes a uniform place among n, and stays if that is one of the members'."""
+        if entry >= len(members):
+            return None
+        row = members[entry]
+        if self.task_free:
+            self._hide(row)
+            self._ripens(row)
+        self._arrived[row] = self.fleet.number
+        return row
+
+    def _instead_of(self, victims: list[int], group: Group, luck: float) -> int:
+        """A uniform one of them makes room."""
+        row = victims.pop(int(luck * len(victims)))
+        self._hide(row)
+        self._fresh.pop(row, None)
+        self._group[row] = group
+        self._enter(row, group)
+        return row
+
+    def _enter(self, row: int, group: Group) -> None:
+        self._arrived[row] = self.fleet.number
+        self._members[group].append(row)
+        if self.task_free:
+            self._ripens(row)
+        else:
+            self._fresh[row] = None
+
+    # ---- what may be drawn
+
+    def _ripens(self, row: int) -> None:
+        self._coming.append((self.fleet.number, row))
+
+    def _let_ripen(self) -> None:
+        while self._coming and self._coming[0][0] < self.fleet.number - self.plan.recent:
+            step, row = self._coming.popleft()
+            if self._arrived[row] == step and row not in self._position:  # else another example lies there by now
+                self._show(row)
+
+    def _show(self, row: int) -> None:
+        self._position[row] = len(self._visible)
+        self._visible.append(row)
+        self._rows = None
+
+    def _hide(self, row: int) -> None:
+        place = self._position.pop(row, None)
+        if place is None:
+            return
+        last = self._visible.pop()
+        if last != row:
+            self._visible[place] = last
+            self._position[last] = place
+        self._rows = None
+
+    def _visible_rows(self) -> Tensor:
+        if self._rows is None:
+            self._rows = torch.tensor(self._visible)
+        return self._rows
+
+    # ---- saving
+
+    def state(self) -> dict[str, Tensor]:
+        """The examples and everything that decides which ones come next."""
+        if self.storage is None:
+            return {}
+        columns = {f"examples.{name}": column[: self._used] for name, column in self.storage.columns.items()}
+        members = [row for rows in self._members.values() for row in rows]
+        lists = {"members": members, "arrived": self._arrived, "visible": self._visible, "fresh": list(self._fresh)}
+        pairs = {"coming": torch.tensor(list(self._coming), dtype=torch.int64).view(-1, 2)}
+        return columns | pairs | {name: torch.tensor(values, dtype=torch.int64) for name, values in lists.items()}
+
+    def counters(self) -> dict[str, Any]:
+        groups = [[*group, len(rows), self._seen[group]] for group, rows in self._members.items()]
+        return {"task": self.task, "number": self._number, "groups": groups}
+
+    def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Go on from a saved `state()` and `counters()`."""
+        self.begin_task(counters["task"])
+        self._number = counters["number"]
+        if not state:
+            return
+        columns = {name.removeprefix("examples."): tensor for name, tensor in state.items() if name.startswith("examples.")}
+        self._used = len(columns["slots"])
+        self._open(columns)
+        assert self.storage is not None
+        self.storage.reserve(self._used)
+        self.storage.write(list(range(self._used)), columns, list(range(self._used)))
+        members = state["members"].tolist()
+        self._members, self._seen, self._group = {}, Counter(), [(0, 0)] * self._used
+        for task, label, count, seen in counters["groups"]:
+            self._members[task, label], members = members[:count], members[count:]
+            self._seen[task, label] = seen
+            for row in self._members[task, label]:
+                self._group[row] = (task, label)
+        self._arrived = state["arrived"].tolist()
+        self._visible, self._position, self._fresh, self._rows = [], {}, dict.fromkeys(state["fresh"].tolist()), None
+        for row in state["visible"].tolist():
+            self._show(row)
+        self._coming = deque((int(step), int(row)) for step, row in state["coming"].tolist())

@@ -1,0 +1,165 @@
+"""Watching a learner: a small dictionary every so many batches, to whoever wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onepass.errors import InputError
+from onepass.streams.batch import Batch
+
+if TYPE_CHECKING:
+    from onepass.live.wrapper import OnePass
+
+Report = dict[str, Any]
+Callback = Callable[[Report], None]
+AT_ONCE = 500  # examples of the memory in one forward pass
+
+
+class Watch:
+    """What happens between two reports, and what the memory says of the past.
+
+    A report has: `step`; `task`, how many have ended; `loss` and `accuracy` before learning, means over the batches since the last report (the
+    accuracy of the step's own forward pass, so dropout is on); `forgetting`, how much the accuracy on the memory of each past task (of each
+    class, without tasks) has fallen from its best, on average, or for a loss of one's own how much the loss has risen from its lowest;
+    `violations` so far; `cosine` between the gradient and the reference gradient (the smallest, if there are several) of the last step;
+    `memory`, examples by task or class; `memory_bytes`; `milliseconds` a step.
+    """
+
+    def __init__(self, owner: OnePass, callbacks: Sequence[Callback], every: int) -> None:
+        for callback in callbacks:
+            if not callable(callback):
+                raise InputError(f"watch must be a function of a dictionary, or several, got {type(callback).__name__}")
+        self._owner, self._callbacks, self._every = owner, callbacks, every
+        self.best: dict[int, float] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._batches = self._examples = 0
+        self._loss = self._seconds = 0.0
+        self._right: Tensor | int = 0
+
+    def after(self, batch: Batch, labels: list[int], loss: float, seconds: float) -> None:
+        """A batch was learnt."""
+        if not self._callbacks:
+            return
+        owner = self._owner
+        self._batches, self._examples = self._batches + 1, self._examples + len(labels)
+        self._loss, self._seconds = self._loss + loss, self._seconds + seconds
+        if owner.classifies:
+            assert owner.fleet.outputs is not None
+            self._right = self._right + owner.fleet.competition.correct(owner.fleet.outputs[None, : len(labels)], batch.slots).sum()
+        due = owner.steps % self._every
+        if due == 0:
+            report = self.report()
+            self._clear()
+            for callback in self._callbacks:
+                callback(report)
+        owner.fleet.measures = due == self._every - 1 or self._every == 1
+
+    def ended(self) -> None:
+        """A task has ended: from now on it can be forgotten."""
+        if self._callbacks:
+            self.forgetting()
+
+    def report(self) -> Report:
+        owner, memory = self._owner, self._owner.memory
+        batches = max(self._batches, 1)
+        return {
+            "step": owner.steps,
+            "task": owner.segment,
+            "loss": self._loss / batches if self._batches else None,
+            "accuracy": int(self._right) / self._examples if self._examples and owner.classifies else None,
+            "forgetting": self.forgetting(),
+            "violations": owner.violations,
+            "cosine": owner.fleet.cosine if owner.fleet.cosine == owner.fleet.cosine else None,
+            "memory": memory.counts() if memory is not None else {},
+            "memory_bytes": memory.nbytes if memory is not None else 0,
+            "milliseconds": 1000 * self._seconds / batches if self._batches else None,
+        }
+
+    def forgetting(self) -> float | None:
+        """How much has been lost since the best moment, on average over past tasks or classes; None while there are none."""
+        scores = self._scores()
+        if not scores:
+            return None
+        for group, score in scores.items():
+            self.best[group] = max(score, self.best.get(group, score))
+        return sum(self.best[group] - score for group, score in scores.items()) / len(scores)
+
+    def _scores(self) -> dict[int, float]:
+        """The accuracy (or the negative loss) on what the memory has of each past task or class."""
+        owner, memory = self._owner, self._owner.memory
+        found = {}
+        for group, rows in (memory.groups() if memory is not None else {}).items():
+            assert memory is not None
+            total = 0.0
+            for start in range(0, len(rows), AT_ONCE):
+                batch = memory.take(torch.tensor(rows[start : start + AT_ONCE]))
+                if owner.classifies:
+                    total += float(owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum())
+                else:
+                    total -= owner.fleet.loss_on(batch) * batch.slots.shape[1]
+            found[group] = total / len(rows)
+        return found
+
+
+class TensorBoard:
+    """A `watch` that writes every number of a report to a folder of event files."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("TensorBoard needs the package tensorboard: install onepass[track]") from None
+        writer: Any = SummaryWriter
+        self._writer = writer(str(folder))
+
+    def __call__(self, report: Report) -> None:
+        for name, value in report.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, report["step"])
+        for group, count in report["memory"].items():
+            self._writer.add_scalar(f"memory/{group}", count, report["step"])
+        self._writer.flush()
+
+
+class LiveView:
+    """A `watch` that shows the last reports as a table on the terminal; a context manager that restores the screen.
+
+    >>> from rich.console import Console
+    >>> with LiveView(Console(quiet=True)) as view:
+    ...     view({"step": 1, "loss": 0.5})
+    """
+
+    def __init__(self, console: Any = None, rows: int = 20) -> None:
+        from rich.live import Live
+
+        self._live, self._rows, self._reports = Live(console=console, refresh_per_second=4), rows, list[Report]()
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, report: Report) -> None:
+        from rich.table import Table
+
+        self._reports = [*self._reports, report][-self._rows :]
+        table = Table()
+        names = [name for name in report if name != "memory"]
+        for name in names:
+            table.add_column(name.replace("_", " "), justify="right")
+        for row in self._reports:
+            table.add_row(*(_short(row.get(name)) for name in names))
+        self._live.update(table)
+
+
+def _short(value: object) -> str:
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,470 @@
+"""A-GEM, or another method, on a module and a stream of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onepass.engine.bound import INPUT, Bound
+from onepass.engine.gradients import Loss
+from onepass.errors import InputError, first_line, unknown
+from onepass.learners import METHODS, method
+from onepass.learners.base import Learner
+from onepass.live.growth import check_head, grow
+from onepass.live.inputs import Examples, X, kind_of, read_inputs, read_labels, read_target
+from onepass.live.memory import LiveMemory, Memory
+from onepass.live.optimisers import check_optimizer
+from onepass.live.watching import Callback, Watch
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
+
+log = logging.getLogger(__name__)
+
+Name = int | str
+Tasks = Sequence[Sequence[int]] | Mapping[Name, Sequence[int]]
+OwnLoss = Callable[[Any, Tensor], Tensor]
+TARGET = "target"
+PATIENCE = 10_000  # batches of a first task that does not end, after which somebody should be told
+PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+class OnePass:
+    """Learns from a stream in a single pass, in the module you have, without forgetting.
+
+    >>> module = nn.Linear(4, 3)
+    >>> learner = OnePass(module, method="a-gem", learning_rate=0.1)
+    >>> for task in range(2):
+    ...     for _ in range(5):
+    ...         _ = learner.observe(torch.randn(10, 4), torch.randint(0, 3, (10,)))
+    ...     learner.end_task()
+    >>> learner.predict(torch.randn(2, 4)).shape
+    torch.Size([2])
+
+    A-GEM (Chaudhry, Ranzato, Rohrbach, Elhoseiny, ICLR 2019) steps along `g̃ = g − (gᵀ g_ref / g_refᵀ g_ref) g_ref` where `gᵀ g_ref < 0`, else
+    along the gradient `g` itself, with `g_ref` the gradient on a random batch of the episodic memory. The module is trained in place: its
+    `state_dict` stays its own. Bad input raises an `InputError`, a `ValueError` of one sentence, and changes nothing.
+
+    - `method`, and its hyper-parameters and options by name (`reference_batch=256`, `strength=10`; what is not given has its default, a
+      hyper-parameter the middle of the values that studies try);
+    - `learning_rate` of plain SGD, or an `optimizer` over the module's parameters, which is given the method's direction as gradient;
+    - `loss`: the cross-entropy of class labels, or a function of (outputs, y) that gives one number;
+    - `tasks`: the classes of each task, if every task has outputs of its own; only they compete. `task_free=True` for a stream without task
+      boundaries;
+    - `grow`: new classes may appear at any time and enlarge the last linear layer (or the one of that name);
+    - `memory`: how much is kept, and where: see `Memory`;
+    - `precision="bfloat16"` computes in mixed precision (autocast) with parameters and steps as they are;
+    - `watch` is told a dictionary every `watch_every` batches; `autosave` saves there after every `autosave_every` batches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        method: str = "a-gem",
+        *,
+        learning_rate: float | None = None,
+        optimizer: Optimizer | None = None,
+        loss: Literal["cross-entropy"] | OwnLoss = "cross-entropy",
+        tasks: Tasks | None = None,
+        task_free: bool = False,
+        grow: bool | str = False,
+        memory: Memory | None = None,
+        precision: str = "float32",
+        seed: int = 0,
+        watch: Callback | Sequence[Callback] = (),
+        watch_every: int = 100,
+        autosave: str | Path | None = None,
+        autosave_every: int = 1,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise InputError(f"the first argument must be an nn.Module, got {type(module).__name__}")
+        self.module, self.method = module, method
+        self._rate = _learning_rate(learning_rate, optimizer)
+        learner_type = _learner(method)
+        self._columns, self._options = _settings(method, settings)
+        self.classifies = loss == "cross-entropy"
+        if not self.classifies and not callable(loss):
+            raise unknown("loss", str(loss), ["cross-entropy"])
+        if precision not in PRECISIONS:
+            raise unknown("precision", precision, PRECISIONS)
+        self._tasks = _tasks(tasks)
+        self.task_free, self._seed, self._precision = task_free, seed, precision
+        self.plan = memory or Memory()
+        for every, name in ((watch_every, "watch_every"), (autosave_every, "autosave_every")):
+            if not isinstance(every, int) or every < 1:
+                raise InputError(f"{name} must be a whole number of batches above 0, got {every!r}")
+        self._check_method(learner_type)
+        check_optimizer(optimizer, module)
+        self.head = check_head(module, grow) if grow else None
+        if grow and not self.classifies:
+            raise InputError("only classes can grow the head: leave grow out with a loss of your own")
+        self.fleet = Bound(
+            module,
+            Slots(tuple(self._tasks.values()) or ((0,),)),
+            self._rate,
+            seed=seed,
+            loss=None if self.classifies else _own(cast(OwnLoss, loss)),
+            optimizer=optimizer,
+            autocast=PRECISIONS[precision],
+            head=self.head,
+        )
+        columns = {name: torch.tensor([[value]], device=self.fleet.device) for name, value in self._columns.items()}
+        self.memory = None
+        if learner_type.needs_memory:
+            policy = self.plan.policy or ("class-balanced" if self.classifies else "reservoir")
+            self.memory = LiveMemory(self.fleet, self.plan, policy, task_free, self._classes_now)
+        # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
+        self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
+        self.examples: Examples | None = None  # what they look like, once there was one
+        self.outputs: int | None = None  # of the module, if it classifies
+        self.segment = 0  # how many tasks have ended
+        self.batches = 0  # since then
+        self.task: Name | None = None  # the name of the current task, if it has one
+        self._sample: list[Tensor] = []  # some inputs, to export with
+        self._watch = Watch(self, [watch] if callable(watch) else list(watch), watch_every)
+        self._autosave, self._autosave_every = None if autosave is None else Path(autosave), autosave_every
+
+    # ---- learning
+
+    def observe(self, x: X, y: object, task: Name | None = None) -> float:
+        """Learn from one batch, once; returns its loss before the step. A new `task` ends the one before."""
+        began = time.perf_counter()
+        self.fleet.intact()
+        batch, labels, kind = self._read(x, y)
+        name, crossing = self._which(task)
+        self._check_labels(labels, name, batch)
+        if crossing:
+            self.end_task()
+        self.task = name
+        if self.classifies and max(labels) >= self.fleet.slots.count:
+            self._grow(max(labels) + 1)
+        if self.batches == 0:
+            self.learner.begin_task(self.segment)
+        self._learn(batch, labels)
+        if self.examples is None:
+            self.examples, self._sample = kind, [tensor[:2].clone() for tensor in self._inputs(batch)]
+        self.batches += 1
+        if self.memory is not None and not self.task_free and self.segment == 0 and self.batches == PATIENCE:
+            log.warning(
+                "no task has ended in %d batches, so nothing of the past is protected: call end_task(), or wrap with task_free=True", PATIENCE
+            )
+        loss = self.fleet.loss_before
+        self._watch.after(batch, labels, loss, time.perf_counter() - began)
+        if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
+            self.save(self._autosave)
+        return loss
+
+    def _learn(self, batch: Batch, labels: list[int]) -> None:
+        try:
+            self.fleet.learn(self.learner, batch)
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
+            raise InputError(f"the module or the loss refused the batch ({first_line(reason)}): nothing was learnt from it") from reason
+        else:
+            if self.memory is not None:
+                self.memory.commit(labels)
+        finally:
+            if self.memory is not None:
+                self.memory.discard()
+
+    def end_task(self, again: Iterable[tuple[X, object]] | None = None) -> None:
+        """The current task is over. Methods that look at its data a second time are given its batches (x, y) `again`."""
+        if self.task_free:
+            raise InputError("this stream was declared task-free: there is no task to end")
+        if self.batches == 0:
+            raise InputError("no batch was observed since the last task ended: observe some before end_task()")
+        self.fleet.intact()
+        if self.learner.needs_review:
+            if again is None:
+                other = " or choose fisher='moving-average'" if self.method == "ewc" else ""
+                raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task{other}")
+            self._review(again)
+        self.learner.end_task()
+        self._watch.ended()
+        self.segment, self.batches, self.task = self.segment + 1, 0, None
+
+    def _review(self, again: Iterable[tuple[X, object]]) -> None:
+        batches = []
+        for x, y in again:
+            batch, labels, _ = self._read(x, y)
+            self._check_labels(labels, self.task, None)
+            batches.append(batch)
+        if not batches:
+            raise InputError(f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches")
+        try:
+            self.learner.review(batches)
+        except (RuntimeError, ValueError, TypeError, IndexError) as reason:
+            raise InputError(f"the module or the loss refused the data given again ({first_line(reason)})") from reason
+
+    def _grow(self, outputs: int) -> None:
+        before = self.fleet.theta.shape[1]
+        if self.outputs is not None and self.head is not None and outputs > self.outputs:
+            carry = grow(self.fleet, self.head, outputs)
+            self.learner.resize(before, carry)
+            self.outputs = outputs
+        if not self._tasks:
+            self.fleet.compete(Slots((tuple(range(self.outputs or outputs)),)))
+
+    # ---- answers
+
+    def predict(self, x: X, task: Name | None = None) -> Tensor:
+        """The class of each example, among those of its task if one is given; for a loss of one's own, the module's outputs."""
+        scores = self.scores(x, task)
+        if not self.classifies:
+            return scores
+        if bool(scores.isnan().any()):
+            raise InputError(f"{self.method} has no answer before a task has ended: call end_task() first")
+        allowed = self._tasks.get(task) if task is not None else None
+        if allowed is None:
+            return scores.argmax(-1)
+        chosen = torch.tensor(allowed, device=scores.device)
+        return chosen[scores[..., chosen].argmax(-1)]
+
+    def scores(self, x: X, task: Name | None = None) -> Tensor:
+        """What the method answers with: an output a class, higher for likelier ones (or the module's outputs); changes nothing."""
+        self.fleet.intact()
+        if task is not None and self._tasks and task not in self._tasks:
+            raise unknown("task", str(task), map(str, self._tasks))
+        tensors, keywords = read_inputs(x, self.examples)
+        self.fleet.keywords = keywords
+        slot = self._tasks[task][0] if task is not None and self._tasks else 0
+        batch = self._batch(tensors, torch.full((len(tensors[0]),), slot), None)
+        try:
+            if not self.classifies:
+                return cast(Tensor, self.fleet.answer(batch))
+            return self.learner.scores(batch)[0]
+        except (RuntimeError, ValueError, TypeError, IndexError) as reason:
+            if isinstance(reason, (InputError, torch.OutOfMemoryError)):
+                raise
+            raise InputError(f"the module refused the batch ({first_line(reason)})") from reason
+
+    # ---- looking
+
+    @property
+    def steps(self) -> int:
+        """Batches learnt so far."""
+        return self.fleet.number
+
+    @property
+    def violations(self) -> int | None:
+        """Steps that had to be corrected, for methods that have a constraint."""
+        return None if self.learner.violations is None else int(self.learner.violations[0])
+
+    def report(self) -> dict[str, Any]:
+        """How it is going: the dictionary that `watch` is told."""
+        return self._watch.report()
+
+    # ---- keeping
+
+    def save(self, path: str | Path) -> None:
+        """Everything that is needed to go on, as one safetensors file with a JSON header; written whole or not at all."""
+        from onepass.live.saving import save
+
+        save(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path, module: nn.Module, **settings: Any) -> OnePass:
+        """Go on from a saved file in a module of the same architecture; what a file cannot hold (a loss of your own, an optimizer over this
+        module's parameters, `watch`, `autosave`) is given again. Learning goes on bit-identically on the same CPU."""
+        from onepass.live.saving import load
+
+        return load(Path(path), module, settings)
+
+    def export(self, path: str | Path) -> None:
+        """The current model in evaluation mode by `torch.export` (ONNX where the path ends in .onnx); learning may go on."""
+        from onepass.live.exporting import export
+
+        self.fleet.intact()
+        if self.examples is None:
+            raise InputError("there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known")
+        export(self.module, self._sample, self.examples.keywords, Path(path))
+
+    # ---- reading
+
+    def _classes_now(self) -> Sequence[int]:
+        """The classes that the current task can have."""
+        if self._tasks and self.task is not None:
+            return self._tasks[self.task]
+        return range(self.fleet.slots.count)
+
+    def _inputs(self, batch: Batch) -> list[Tensor]:
+        return [batch.x[0], *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT))]
+
+    def _batch(self, tensors: list[Tensor], slots: Tensor, target: Tensor | None) -> Batch:
+        device = self.fleet.device
+        extra = {f"{INPUT}{i}": tensor.to(device)[None] for i, tensor in enumerate(tensors[1:], start=1)}
+        if target is not None:
+            extra[TARGET] = target.to(device)[None]
+        return Batch(tensors[0].to(device)[None], slots.to(device)[None], extra=extra, task=self.segment)
+
+    def _read(self, x: X, y: object) -> tuple[Batch, list[int], Examples]:
+        tensors, keywords = read_inputs(x, self.examples)
+        count = len(tensors[0])
+        if self.classifies:
+            labels = read_labels(y, count)
+            slots, target = torch.tensor(labels), None
+        else:
+            labels, target = [0] * count, read_target(y, count, self.examples)
+            slots = torch.zeros(count, dtype=torch.int64)
+        self.fleet.keywords = keywords
+        kind = Examples(tuple(kind_of(t) for t in tensors), keywords, kind_of(slots if target is None else target))
+        return self._batch(tensors, slots, target), labels, kind
+
+    def _which(self, task: Name | None) -> tuple[Name | None, bool]:
+        """The name of the task of a batch, and whether the one before must end first."""
+        if task is None:
+            if self._tasks and self.batches == 0:
+                if self.segment >= len(self._tasks):
+                    raise InputError(f"all {len(self._tasks)} declared tasks have been learnt: say which one this batch belongs to")
+                return list(self._tasks)[self.segment], False
+            return self.task, False
+        if self.task_free:
+            raise InputError("this stream was declared task-free: leave the task of a batch out")
+        if isinstance(task, bool) or not isinstance(task, (int, str)):
+            raise InputError(f"a task is named by a whole number or a string, got {type(task).__name__}")
+        if self._tasks and task not in self._tasks:
+            raise unknown("task", str(task), map(str, self._tasks))
+        crossing = self.batches > 0 and task != self.task
+        if crossing and self.learner.needs_review:
+            raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task")
+        if self.learner.needs_own_classes and list(self._tasks)[min(self.segment + crossing, len(self._tasks) - 1)] != task:
+            raise InputError(f"{self.method} learns the declared tasks in their order: the next one is '{list(self._tasks)[self.segment]}'")
+        return task, crossing
+
+    def _check_labels(self, labels: list[int], task: Name | None, batch: Batch | None) -> None:
+        """Raise unless the labels are possible; the first time, ask the module how many outputs it has."""
+        if not self.classifies:
+            return
+        if self._tasks:
+            assert task is not None
+            for label in sorted(set(labels) - set(self._tasks[task])):
+                raise InputError(f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, self._tasks[task]))}")
+        if self.outputs is None and batch is not None:
+            self.outputs = self._probe(batch)
+            if not self._tasks:
+                self.fleet.compete(Slots((tuple(range(self.outputs)),)))
+            elif self.fleet.slots.count > self.outputs:
+                outputs, needed, self.outputs = self.outputs, self.fleet.slots.count, None
+                if self.head is None:
+                    raise InputError(
+                        f"the tasks have classes up to {needed - 1}, and the module {outputs} outputs: give it more, or wrap it with grow=True"
+                    )
+                self.outputs = outputs
+                self._grow(needed)
+        if self.outputs is None or max(labels) < self.outputs:
+            return
+        if self.head is None:
+            raise InputError(
+                f"label {max(labels)} is out of range: the module has {self.outputs} outputs; wrap it with grow=True if classes may appear"
+            )
+        if max(labels) >= self.outputs + 10_000:
+            raise InputError(
+                f"label {max(labels)} is out of range: the module has {self.outputs} outputs and would need thousands more; number classes densely"
+            )
+
+    def _probe(self, batch: Batch) -> int:
+        try:
+            found = self.fleet.answer(batch)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
+            if isinstance(reason, (InputError, torch.OutOfMemoryError)):
+                raise
+            raise InputError(f"the module refused the batch ({first_line(reason)}): nothing was learnt from it") from reason
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != batch.slots.shape[1] or found.shape[1] < 2:
+            raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
+        return found.shape[1]
+
+    def _check_method(self, learner: type[Learner]) -> None:
+        if self.task_free and not learner.task_free:
+            able = ", ".join(name for name, other in METHODS.items() if other.learner.task_free and not other.joined)
+            raise InputError(f"{self.method} needs task boundaries: for a task-free stream choose one of {able}")
+        if self.task_free and self._tasks:
+            raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
+        if learner.needs_own_classes and not (self.classifies and self._tasks):
+            raise InputError(f"{self.method} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy")
+        if self.plan.policy in ("class-balanced", "class-reservoir", "ring") and not self.classifies:
+            raise InputError(f"the memory policy {self.plan.policy} needs classes: use 'reservoir' with a loss of your own")
+        if self.task_free and self.plan.policy in ("class-reservoir", "ring"):
+            raise InputError(f"the memory policy {self.plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream")
+        if not self.classifies and self.method == "ewc" and self._options.fisher == "per-task" and self._options.labels == "model":
+            raise InputError(
+                "ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'"
+            )
+
+
+def _own(loss: OwnLoss) -> Loss:
+    return lambda outputs, _, extra: loss(outputs, extra[TARGET])
+
+
+def _learner(name: str) -> type[Learner]:
+    found = method(name)
+    if found.joined:
+        raise InputError(f"{name} sees all tasks at once, so it is no method for a stream: choose another one")
+    if found.learner.own_network:
+        raise InputError(f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one")
+    return found.learner
+
+
+def _settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float], Any]:
+    """Hyper-parameters and options of a method by name."""
+    learner = method(name).learner
+    fields = {field.name: field for field in dataclasses.fields(learner.options)}
+    columns = {}
+    for key, values in learner.hyperparameters.items():
+        value = given.get(key, values[(len(values) - 1) // 2])
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise InputError(f"{key} must be a number from 0, got {value!r}")
+        columns[key] = float(value)
+    options = {}
+    for key, value in given.items():
+        if key in columns:
+            continue
+        if key not in fields:
+            raise unknown(
+                f"setting of {name}",
+                key,
+                [*columns, *fields, "learning_rate", "optimizer", "loss", "tasks", "task_free", "grow", "memory", "precision"],
+            )
+        default = fields[key].default
+        fits = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool)
+        if not (fits or (isinstance(default, float) and isinstance(value, int))) or (not isinstance(value, (bool, str)) and value < 0):
+            raise InputError(f"{key} must be of the kind of {default!r}, its default, got {value!r}")
+        options[key] = value
+    if options.get("reference_batch", 1) < 1:
+        raise InputError("reference_batch must be at least 1")
+    return columns, learner.options(**options)
+
+
+def _learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
+    if (rate is None) == (optimizer is None):
+        raise InputError("give a learning_rate for plain SGD or an optimizer over the module's parameters, one of them")
+    if rate is None:
+        return 0.0
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+        raise InputError(f"the learning rate must be a number above 0, got {rate!r}")
+    return float(rate)
+
+
+def _tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
+    if tasks is None:
+        return {}
+    named = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
+    table = {name: tuple(int(c) for c in classes) for name, classes in named.items()}
+    if not table or not all(classes and min(classes) >= 0 and len(set(classes)) == len(classes) for classes in table.values()):
+        raise InputError("tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]")
+    for one in table.values():
+        for other in table.values():
+            if set(one) & set(other) and one != other:
+                raise InputError(f"tasks with the classes {one} and {other} overlap in part: two tasks have the same outputs or none in common")
+    return table
