@@ -90,7 +90,7 @@ MUTANTS = [
         "streams/batch.py",
         "tests/learners/test_er.py",
         ("a row that sits out learns from the memory", "*(range(width, width + second) if first else ())", "*range(width, width + second)"),
-        ("padding among the examples", "tuple(sizes))", "None)"),
+        ("padding among the examples", "tuple(sizes), {name", "None, {name"),
     ),
     *of(
         "learners/gem.py",

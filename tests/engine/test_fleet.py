@@ -297,6 +297,7 @@ class Balance:
         share = (loss / (loss + other))[:, None]
         return share * g + (1 - share) * h
 
+    def accept(self) -> None: ...
     def after_step(self, delta: Tensor) -> None: ...
 
 
@@ -344,6 +345,7 @@ class Grow:
         self.trace += g.square()
         return g
 
+    def accept(self) -> None: ...
     def after_step(self, delta: Tensor) -> None: ...
 
 

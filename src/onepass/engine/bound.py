@@ -1,7 +1,8 @@
 """A fleet of one run around a module that is somebody else's.
 
 The module is called as it is, hooks and all, and plain autograd does the work: whatever it does in `forward`, in Python or in tensors, is
-right. Its parameters are views of `theta[0]`, so it *is* the run.
+right. Only where it is `pure`, traced programs take over for the sizes of batches that come again and again. Its parameters are views of
+`theta[0]`, so it *is* the run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.fleet import Fleet, Output, Steps
-from onepass.engine.gradients import Loss
+from onepass.engine.gradients import Gradients, Loss, Point
+from onepass.engine.purity import pure
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
@@ -51,8 +53,8 @@ class Bound(Fleet):
         self.loss: Loss = loss or self.cross_entropy
         self.keywords: tuple[str, ...] = ()
         self.number = 0  # of the step that comes next: `step`, as the host knows it
-        self.outputs: Tensor | None = None  # of the first pass of the last step
-        self.loss_before = math.nan  # and its loss
+        self.replays: set[int] = set()  # sizes of batches that are worth a program, if the module is pure
+        self.loss_before = math.nan  # of the first pass of the last step
         self.measures = False  # is the cosine between gradient and reference gradient wanted?
         self.cosine = math.nan
         self._passes = 0
@@ -65,6 +67,8 @@ class Bound(Fleet):
         self._learning = self.theta[:, self.architecture.trainable]
         self._rows: list[Tensor] = []  # workspaces for gradients
         self._in_use: int | None = None
+        self._pure = False  # may this step be replayed?
+        self._first: Tensor | None = None  # the gradient of the first pass of a step
 
     def _bind(self) -> None:
         """Make the module's parameters views of theta."""
@@ -73,6 +77,19 @@ class Bound(Fleet):
         self._views = self.architecture.views(self.theta[0])
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
+        self._remember()
+
+    def _remember(self) -> None:
+        """How the module looks now, so that a glance tells whether somebody has changed it."""
+        trained = dict(zip(map(id, self._parameters), (place >= self.architecture.frozen for place in range(len(self._parameters))), strict=True))
+        self._parts = list(self.architecture.module.modules())
+        self._owned = [
+            (part._parameters, name, parameter, parameter.data_ptr(), trained[id(parameter)])
+            for part in self._parts
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        self.gradients = Gradients(self.architecture, "looped", 1)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -80,6 +97,11 @@ class Bound(Fleet):
 
     def intact(self) -> None:
         """Raise unless the module's parameters still are the views we made."""
+        if all(
+            owner.get(name) is parameter and parameter.data_ptr() == place and parameter.requires_grad == trained
+            for owner, name, parameter, place, trained in self._owned
+        ) and self._parts == list(self.architecture.module.modules()):
+            return
         wanted = zip(self.architecture.names, self._parameters, self._views, strict=True)
         found = dict(self.architecture.module.named_parameters())
         for place, (name, parameter, view) in enumerate(wanted):
@@ -94,6 +116,7 @@ class Bound(Fleet):
                 raise InputError(f"requires_grad of '{name}' was changed since the module was wrapped: change it back, or wrap the module anew")
         if found:
             raise InputError(f"parameter '{next(iter(found))}' was added since the module was wrapped: wrap the module anew")
+        self._remember()  # something without parameters was changed: whatever was traced is out of date
 
     # ---- passes
 
@@ -108,11 +131,11 @@ class Bound(Fleet):
     def _casting(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
-    def value(self, batch: Batch, loss: Loss) -> tuple[Tensor, Any]:
-        """The loss of a batch, and the module's outputs."""
+    def value(self, batch: Batch, loss: Loss) -> Tensor:
+        """The loss of a batch."""
         outputs = self.call(batch)
         with self._casting():
-            return loss(outputs, batch.slots[0], {name: tensor[0] for name, tensor in batch.extra.items()}), outputs
+            return loss(outputs, batch.slots[0], {name: tensor[0] for name, tensor in batch.extra.items()})
 
     def grad(
         self,
@@ -129,6 +152,31 @@ class Bound(Fleet):
         module = self.architecture.module
         if training and not module.training:
             module.train()
+        if training and theta is None and loss is None and self._in_use is not None and self._may_replay(batch):
+            row, value = self.gradients(Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers)
+            self._refuse_what_is_not_finite(float(value))
+        else:
+            row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
+        if self._passes == 1:
+            self._first, self.loss_before = row, float(value)
+        elif self.measures and self._first is not None:
+            self._measure(self._first[0], row[0])
+        return row, value
+
+    def _may_replay(self, batch: Batch) -> bool:
+        if batch.slots.shape[1] not in self.replays or batch.extra or self.keywords or self.autocast is not None or self.loss != self.cross_entropy:
+            return False
+        if self._passes == 1:
+            self._pure = pure(self._parts)
+        return self._pure
+
+    def _measure(self, g: Tensor, g_ref: Tensor) -> None:
+        product, square, square_ref = (float(torch.dot(a, b)) for a, b in ((g, g_ref), (g, g), (g_ref, g_ref)))
+        cosine = product / math.sqrt(square * square_ref) if square * square_ref > 0 else 0.0
+        self.cosine = cosine if math.isnan(self.cosine) else min(cosine, self.cosine)
+
+    def _by_autograd(self, batch: Batch, loss: Loss, theta: Tensor | None, update_buffers: bool, training: bool) -> tuple[Tensor, Tensor]:
+        module = self.architecture.module
         luck = torch_seeded(one_of_bits(self.seed, Purpose.LAYERS, self.number, self._passes - 1), self.device)
         with ExitStack() as around, luck, torch.enable_grad():
             if theta is not None:
@@ -137,7 +185,7 @@ class Bound(Fleet):
                 around.enter_context(_evaluating(module))
             if not (training and update_buffers):
                 around.enter_context(_undone(module))
-            value, outputs = self.value(batch, loss or self.loss)
+            value = self.value(batch, loss)
             _scalar(value)
             trained = self._parameters[self.architecture.frozen :]
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
@@ -145,13 +193,6 @@ class Bound(Fleet):
         self._refuse_what_is_not_finite(float(value))
         row = self._workspace()
         self._flatten(gradients, row[0, self.trainable])
-        if self._passes == 1:
-            # Detached: a graph that lives on remembers the shapes of parameters, and a head may grow.
-            self.outputs, self.loss_before = outputs.detach() if isinstance(outputs, Tensor) else None, float(value)
-        elif self.measures and self._in_use is not None:
-            products = [float(torch.dot(a[0], b[0])) for a, b in ((self._rows[0], row), (self._rows[0], self._rows[0]), (row, row))]
-            cosine = products[0] / math.sqrt(products[1] * products[2]) if products[1] * products[2] > 0 else 0.0
-            self.cosine = cosine if math.isnan(self.cosine) else min(cosine, self.cosine)
         return row, value
 
     def _flatten(self, gradients: Sequence[Tensor | None], row: Tensor) -> None:
@@ -180,7 +221,7 @@ class Bound(Fleet):
         """The loss of a batch in evaluation; changes nothing."""
         module = self.architecture.module
         with torch.no_grad(), _evaluating(module), _undone(module):
-            return float(self.value(batch, self.loss)[0])
+            return float(self.value(batch, self.loss))
 
     def compete(self, slots: Slots) -> None:
         """From now on these outputs compete."""
@@ -222,9 +263,10 @@ class Bound(Fleet):
     def _using_workspaces(self) -> Iterator[None]:
         self._in_use = self._passes = 0
         try:
-            yield
+            with self.gradients.step():
+                yield
         finally:
-            self._in_use = None
+            self._in_use = self._first = None
 
     def workspace(self) -> AbstractContextManager[None]:
         return self._using_workspaces()

@@ -25,6 +25,7 @@ Policy = Literal["class-balanced", "class-reservoir", "ring", "reservoir"]
 Where = Literal["module", "cpu", "disk"]
 INDEX = 256  # bytes an example, at most, that the lists below take beside the example itself
 TASK_FREE = 1000  # examples, unless something is said
+DRAWN = 512  # random numbers that are made in one go
 Group = tuple[int, int]  # a task and a class of it
 
 
@@ -90,8 +91,10 @@ class LiveMemory:
         self._number = 0  # examples of the current task, or of the stream
         self._pending: Batch | None = None
         self._rows: Tensor | None = None  # `_visible` as a tensor
+        self._in_order = False  # is it 0, 1, 2, …?
         self._ahead = Ahead(Source([fleet.seed], Purpose.REFERENCE))
         self._quota: dict[int, int] = {}
+        self._lucks: list[float] = []
         self._limit: int | None = None
         self.begin_task(0)
 
@@ -100,7 +103,7 @@ class LiveMemory:
     def begin_task(self, task: int) -> None:
         self.task = task
         self._number = 0
-        self._luck = Source([self.fleet.seed], Purpose.RESERVOIR).key(task)
+        self._luck, self._lucks = Source([self.fleet.seed], Purpose.RESERVOIR).key(task), []
         if self.policy in ("class-reservoir", "ring"):
             classes = self._classes()
             share, rest = divmod(self.plan.per_task, len(classes))
@@ -125,6 +128,9 @@ class LiveMemory:
         rows = self._visible_rows()
         if n > count:
             rows = rows[self._ahead.sample(torch.tensor([self.fleet.number]), self.fleet.number, [n], count)[0]]
+        elif self._in_order:  # nothing has to be gathered
+            assert self.storage is not None
+            return _batch(self.storage.first(n, self.fleet.device))
         return self.take(rows)
 
     def drawn(self, count: int) -> int:
@@ -147,12 +153,9 @@ class LiveMemory:
         values = {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
         if self.storage is None:
             self._open(values)
-        numbers = torch.arange(self._number, self._number + len(labels))[None]
-        luck = uniform_at(self._luck, numbers)[0].tolist()
-        self._number += len(labels)
         written: dict[int, int] = {}
         for place, label in enumerate(labels):
-            row = self._place((self.task, 0 if self.policy == "reservoir" else label), luck[place])
+            row = self._place((self.task, 0 if self.policy == "reservoir" else label), self._luck_of_next())
             if row is not None:
                 written[row] = place  # of several examples for one row the last one stays
         if written:
@@ -167,9 +170,7 @@ class LiveMemory:
 
     def take(self, rows: Tensor) -> Batch:
         assert self.storage is not None
-        values = self.storage.take(rows, self.fleet.device)
-        x, slots = values.pop("x"), values.pop("slots")
-        return Batch(x[None], slots[None], extra={name: tensor[None] for name, tensor in values.items()})
+        return _batch(self.storage.take(rows, self.fleet.device))
 
     @property
     def size(self) -> int:
@@ -211,6 +212,15 @@ class LiveMemory:
             raise InputError(f"{self.plan.bytes} bytes are too few for a memory: one example needs {each}")
         device = self.fleet.device if self.plan.where == "module" else torch.device("cpu")
         self.storage = Storage(values, device, Path(self.plan.folder) if self.plan.folder is not None else None, self._limit)
+
+    def _luck_of_next(self) -> float:
+        """A uniform number for the next example of the task: a function of the seed and of the example's number."""
+        place = self._number % DRAWN
+        if place == 0 or not self._lucks:
+            first = self._number - place
+            self._lucks = uniform_at(self._luck, torch.arange(first, first + DRAWN)[None])[0].tolist()
+        self._number += 1
+        return self._lucks[place]
 
     def _place(self, group: Group, luck: float) -> int | None:
         """The row that the next example of a group takes, if any; `luck` is uniform on [0, 1) and decides one thing."""
@@ -303,6 +313,7 @@ class LiveMemory:
     def _visible_rows(self) -> Tensor:
         if self._rows is None:
             self._rows = torch.tensor(self._visible)
+            self._in_order = self._visible == list(range(len(self._visible)))
         return self._rows
 
     # ---- saving
@@ -345,3 +356,8 @@ class LiveMemory:
         for row in state["visible"].tolist():
             self._show(row)
         self._coming = deque((int(step), int(row)) for step, row in state["coming"].tolist())
+
+
+def _batch(values: dict[str, Tensor]) -> Batch:
+    extra = {name: tensor[None] for name, tensor in values.items() if name not in ("x", "slots")}
+    return Batch(values["x"][None], values["slots"][None], extra=extra)

@@ -58,6 +58,7 @@ def packed(owner: OnePass) -> bytes:
         "memory": memory.counters() if memory is not None else None,
         "outputs": owner.outputs,
         "examples": None if owner.examples is None else _described(owner.examples),
+        "replays": sorted(fleet.replays),
         "segment": owner.segment,
         "batches": owner.batches,
         "task": owner.task,
@@ -125,7 +126,7 @@ def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, A
         restore_optimizer(fleet.optimizer, _part(tensors, "optimizer"), about["optimizer"])
     if about["examples"] is not None:
         owner.examples = _examples(about["examples"])
-        fleet.keywords = owner.examples.keywords
+        fleet.keywords, fleet.replays = owner.examples.keywords, set(about["replays"])
         owner._sample = [tensor.to(fleet.device) for tensor in _part(tensors, "sample").values()]
     owner._watch.best = {int(group): float(score) for group, score in about["best"]}
     return owner

@@ -59,9 +59,14 @@ class Storage:
 
     def write(self, rows: list[int], values: Mapping[str, Tensor], places: list[int]) -> None:
         """Row `rows[i]` becomes example `places[i]` of `values`."""
+        target, source = torch.tensor(rows), torch.tensor(places)
         for name, column in self.columns.items():
-            chosen = values[name].detach()[torch.tensor(places, device=values[name].device)]
-            column[torch.tensor(rows, device=column.device)] = chosen.to(column.device)
+            value = values[name]
+            column.index_copy_(0, target.to(column.device), value.index_select(0, source.to(value.device)).to(column.device))
+
+    def first(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        """The first rows, on a device: not copied if they are there, so not to be kept."""
+        return {name: column[:count].to(device) for name, column in self.columns.items()}
 
     def take(self, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Some rows, as copies on a device."""

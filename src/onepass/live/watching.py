@@ -24,8 +24,8 @@ class Watch:
     """What happens between two reports, and what the memory says of the past.
 
     A report has: `step`; `task`, how many have ended; `loss` and `accuracy` before learning, means over the batches since the last report (the
-    accuracy of the step's own forward pass, so dropout is on); `forgetting`, how much the accuracy on the memory of each past task (of each
-    class, without tasks) has fallen from its best, on average, or for a loss of one's own how much the loss has risen from its lowest;
+    accuracy by a forward pass in evaluation, which is what watching costs); `forgetting`, how much the accuracy on the memory of each past
+    task (of each class, without tasks) has fallen from its best, on average, or for a loss of one's own how much the loss has risen from its lowest;
     `violations` so far; `cosine` between the gradient and the reference gradient (the smallest, if there are several) of the last step;
     `memory`, examples by task or class; `memory_bytes`; `milliseconds` a step.
     """
@@ -42,17 +42,22 @@ class Watch:
         self._batches = self._examples = 0
         self._loss = self._seconds = 0.0
         self._right: Tensor | int = 0
+        self._hits: Tensor | int = 0
 
-    def after(self, batch: Batch, labels: list[int], loss: float, seconds: float) -> None:
-        """A batch was learnt."""
+    def before(self, batch: Batch) -> None:
+        """A batch is about to be learnt: is it known already?"""
+        owner = self._owner
+        self._hits = 0
+        if self._callbacks and owner.classifies:
+            self._hits = owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum()
+
+    def after(self, examples: int, loss: float, seconds: float) -> None:
+        """It was learnt."""
         if not self._callbacks:
             return
         owner = self._owner
-        self._batches, self._examples = self._batches + 1, self._examples + len(labels)
+        self._batches, self._examples, self._right = self._batches + 1, self._examples + examples, self._right + self._hits
         self._loss, self._seconds = self._loss + loss, self._seconds + seconds
-        if owner.classifies:
-            assert owner.fleet.outputs is not None
-            self._right = self._right + owner.fleet.competition.correct(owner.fleet.outputs[None, : len(labels)], batch.slots).sum()
         due = owner.steps % self._every
         if due == 0:
             report = self.report()

@@ -150,6 +150,9 @@ class OnePass:
             self._grow(max(labels) + 1)
         if self.batches == 0:
             self.learner.begin_task(self.segment)
+        self._watch.before(batch)
+        if self.examples is None:
+            self.fleet.replays = self._common_sizes(len(labels))
         self._learn(batch, labels)
         if self.examples is None:
             self.examples, self._sample = kind, [tensor[:2].clone() for tensor in self._inputs(batch)]
@@ -159,10 +162,15 @@ class OnePass:
                 "no task has ended in %d batches, so nothing of the past is protected: call end_task(), or wrap with task_free=True", PATIENCE
             )
         loss = self.fleet.loss_before
-        self._watch.after(batch, labels, loss, time.perf_counter() - began)
+        self._watch.after(len(labels), loss, time.perf_counter() - began)
         if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
             self.save(self._autosave)
         return loss
+
+    def _common_sizes(self, batch: int) -> set[int]:
+        """Of the batches that will be seen again and again, if the first one is like the others."""
+        reference = getattr(self._options, "reference_batch", 0)
+        return {batch, reference, batch + reference, self.plan.per_task}
 
     def _learn(self, batch: Batch, labels: list[int]) -> None:
         try:

@@ -1,0 +1,30 @@
+"""Which modules are nothing but a function of tensors, so that a traced program may stand in for them.
+
+A program does what the module did when it was traced. That is right for every later pass only where no Python of somebody else's runs in
+the module: torch's own layers, one behind the other, without hooks, random numbers or buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.Flatten, nn.Unflatten, nn.Identity)
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Mish)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d)
+PURE = frozenset(_CONTAINERS + _ACTIVATIONS + _LAYERS)
+
+
+def pure(parts: Iterable[nn.Module]) -> bool:
+    """Whether passes through a module of these parts, in training, depend on its parameters and inputs alone, now and later.
+
+    >>> pure(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).modules()), pure(nn.Sequential(nn.Linear(3, 4), nn.Dropout()).modules())
+    (True, False)
+    """
+    return all(
+        type(part) in PURE
+        and part.training
+        and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or "forward" in part.__dict__)
+        for part in parts
+    )
