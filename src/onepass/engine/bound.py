@@ -51,6 +51,8 @@ class Bound(Fleet):
         super().__init__(lambda: module, [seed], slots, [learning_rate], device=device, head=head)
         self.seed, self.optimizer, self.autocast = seed, optimizer, autocast
         self.loss: Loss = loss or self.cross_entropy
+        self.learning_rate = self.learning_rate.to(self.theta.dtype).fill_(learning_rate)
+        self.least = 2 if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()) else 1  # examples it can be trained on
         self.keywords: tuple[str, ...] = ()
         self.number = 0  # of the step that comes next: `step`, as the host knows it
         self.replays: set[int] = set()  # sizes of batches that are worth a program, if the module is pure

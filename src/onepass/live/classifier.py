@@ -144,7 +144,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return self
         X, y = self._read(X, y)
         for label in np.setdiff1d(y, self.classes_):
-            raise InputError(f"y has the class {label!r}, which the task did not have: give the rows that were learnt from")
+            raise InputError(f"y has the class {label}, which the task did not have: give the rows that were learnt from")
         self._end(X, y, np.arange(len(X)))
         return self
 
@@ -219,6 +219,8 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise InputError(f"settings cannot have '{name}': {why}")
         if self.memory is not None and not isinstance(self.memory, Memory):
             raise InputError(f"memory must be an onepass.Memory or None, got {type(self.memory).__name__}")
+        if not isinstance(self.method, str):
+            raise InputError(f"method must be the name of one, got {self.method!r}")
         if self.method in METHODS and METHODS[self.method].learner.needs_own_classes:
             raise InputError(f"{self.method} needs to know the classes of each task, and a classifier is not told: choose another method")
         rate = self.learning_rate

@@ -123,7 +123,7 @@ class LiveMemory:
         if self.task_free:
             self._let_ripen()
         n = len(self._visible)
-        if n == 0:
+        if n < self.fleet.least:
             return None
         rows = self._visible_rows()
         if n > count:
@@ -232,9 +232,7 @@ class LiveMemory:
             if room is None or mine < room:
                 return self._new(group, luck)
             largest = max((g for g in self._members if g[0] == group[0]), key=lambda g: len(self._members[g]))
-            if seen - 1 > len(members) or len(members) >= len(self._members[largest]):  # it has given examples away, or would now
-                return self._replace(members, int(luck * seen))
-            return self._instead_of(self._members[largest], group, luck)
+            return self._make_room(largest, group, luck)
         quota = self._quota.get(group[1], 0) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
         if seen <= quota:
             return self._new(group, luck)
@@ -243,17 +241,24 @@ class LiveMemory:
         return self._replace(members, (seen - 1) % quota if self.policy == "ring" else int(luck * seen))
 
     def _new(self, group: Group, luck: float) -> int | None:
-        """A row of its own: an empty one, or that of a member of the largest group of all."""
+        """A row of its own: an empty one, or that of a member of the largest group of the task that has most."""
         if self._limit is None or self._used < self._limit:
             row, self._used = self._used, self._used + 1
             self._group.append(group)
             self._arrived.append(self.fleet.number)
             self._enter(row, group)
             return row
-        largest = max(self._members, key=lambda g: len(self._members[g]))
-        members = self._members[group]
-        if len(members) >= len(self._members[largest]):
-            return self._replace(members, int(luck * self._seen[group]))
+        totals = Counter({group[0]: 0})
+        for (task, _), rows in self._members.items():
+            totals[task] += len(rows)
+        most = max(totals, key=lambda task: (totals[task], task == group[0]))
+        return self._make_room(max((g for g in self._members if g[0] == most), key=lambda g: len(self._members[g])), group, luck)
+
+    def _make_room(self, largest: Group, group: Group, luck: float) -> int | None:
+        """A member of the largest group goes, unless the example's own group has had to give examples away, or would have to now."""
+        members, seen = self._members[group], self._seen[group]
+        if seen - 1 > len(members) or (largest[0] == group[0] and len(members) >= len(self._members[largest])):
+            return self._replace(members, int(luck * seen))
         return self._instead_of(self._members[largest], group, luck)
 
     def _replace(self, members: list[int], entry: int) -> int | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,12 +15,11 @@ from torch.optim import Optimizer
 from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
 from onepass.errors import InputError, first_line, unknown
-from onepass.learners import METHODS, method
-from onepass.learners.base import Learner
 from onepass.live.growth import check_head, grow
 from onepass.live.inputs import Examples, X, kind_of, read_inputs, read_labels, read_target
 from onepass.live.memory import LiveMemory, Memory
 from onepass.live.optimisers import check_optimizer
+from onepass.live.settings import PRECISIONS, Name, OwnLoss, Tasks, check_method, read_learning_rate, read_method, read_settings, read_tasks
 from onepass.live.watching import Callback, Watch
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
@@ -30,12 +27,8 @@ from onepass.streams.slots import Slots
 
 log = logging.getLogger(__name__)
 
-Name = int | str
-Tasks = Sequence[Sequence[int]] | Mapping[Name, Sequence[int]]
-OwnLoss = Callable[[Any, Tensor], Tensor]
 TARGET = "target"
 PATIENCE = 10_000  # batches of a first task that does not end, after which somebody should be told
-PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 class OnePass:
@@ -89,21 +82,23 @@ class OnePass:
         if not isinstance(module, nn.Module):
             raise InputError(f"the first argument must be an nn.Module, got {type(module).__name__}")
         self.module, self.method = module, method
-        self._rate = _learning_rate(learning_rate, optimizer)
-        learner_type = _learner(method)
-        self._columns, self._options = _settings(method, settings)
+        self._rate = read_learning_rate(learning_rate, optimizer)
+        learner_type = read_method(method)
+        self._columns, self._options = read_settings(method, settings)
         self.classifies = loss == "cross-entropy"
         if not self.classifies and not callable(loss):
             raise unknown("loss", str(loss), ["cross-entropy"])
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
-        self._tasks = _tasks(tasks)
+        self._tasks = read_tasks(tasks)
         self.task_free, self._seed, self._precision = task_free, seed, precision
-        self.plan = memory or Memory()
+        self.plan = Memory() if memory is None else memory
+        if not isinstance(self.plan, Memory):
+            raise InputError(f"the memory must be described by onepass.Memory, got {type(memory).__name__}")
         for every, name in ((watch_every, "watch_every"), (autosave_every, "autosave_every")):
             if not isinstance(every, int) or every < 1:
                 raise InputError(f"{name} must be a whole number of batches above 0, got {every!r}")
-        self._check_method(learner_type)
+        check_method(method, self._options, self.plan, self.classifies, task_free, self._tasks)
         check_optimizer(optimizer, module)
         self.head = check_head(module, grow) if grow else None
         if grow and not self.classifies:
@@ -118,7 +113,7 @@ class OnePass:
             autocast=PRECISIONS[precision],
             head=self.head,
         )
-        columns = {name: torch.tensor([[value]], device=self.fleet.device) for name, value in self._columns.items()}
+        columns = {name: torch.full_like(self.fleet.theta[:, :1], value) for name, value in self._columns.items()}
         self.memory = None
         if learner_type.needs_memory:
             policy = self.plan.policy or ("class-balanced" if self.classifies else "reservoir")
@@ -393,86 +388,6 @@ class OnePass:
             raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
         return found.shape[1]
 
-    def _check_method(self, learner: type[Learner]) -> None:
-        if self.task_free and not learner.task_free:
-            able = ", ".join(name for name, other in METHODS.items() if other.learner.task_free and not other.joined)
-            raise InputError(f"{self.method} needs task boundaries: for a task-free stream choose one of {able}")
-        if self.task_free and self._tasks:
-            raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
-        if learner.needs_own_classes and not (self.classifies and self._tasks):
-            raise InputError(f"{self.method} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy")
-        if self.plan.policy in ("class-balanced", "class-reservoir", "ring") and not self.classifies:
-            raise InputError(f"the memory policy {self.plan.policy} needs classes: use 'reservoir' with a loss of your own")
-        if self.task_free and self.plan.policy in ("class-reservoir", "ring"):
-            raise InputError(f"the memory policy {self.plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream")
-        if not self.classifies and self.method == "ewc" and self._options.fisher == "per-task" and self._options.labels == "model":
-            raise InputError(
-                "ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'"
-            )
-
 
 def _own(loss: OwnLoss) -> Loss:
     return lambda outputs, _, extra: loss(outputs, extra[TARGET])
-
-
-def _learner(name: str) -> type[Learner]:
-    found = method(name)
-    if found.joined:
-        raise InputError(f"{name} sees all tasks at once, so it is no method for a stream: choose another one")
-    if found.learner.own_network:
-        raise InputError(f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one")
-    return found.learner
-
-
-def _settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float], Any]:
-    """Hyper-parameters and options of a method by name."""
-    learner = method(name).learner
-    fields = {field.name: field for field in dataclasses.fields(learner.options)}
-    columns = {}
-    for key, values in learner.hyperparameters.items():
-        value = given.get(key, values[(len(values) - 1) // 2])
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise InputError(f"{key} must be a number from 0, got {value!r}")
-        columns[key] = float(value)
-    options = {}
-    for key, value in given.items():
-        if key in columns:
-            continue
-        if key not in fields:
-            raise unknown(
-                f"setting of {name}",
-                key,
-                [*columns, *fields, "learning_rate", "optimizer", "loss", "tasks", "task_free", "grow", "memory", "precision"],
-            )
-        default = fields[key].default
-        fits = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool)
-        if not (fits or (isinstance(default, float) and isinstance(value, int))) or (not isinstance(value, (bool, str)) and value < 0):
-            raise InputError(f"{key} must be of the kind of {default!r}, its default, got {value!r}")
-        options[key] = value
-    if options.get("reference_batch", 1) < 1:
-        raise InputError("reference_batch must be at least 1")
-    return columns, learner.options(**options)
-
-
-def _learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
-    if (rate is None) == (optimizer is None):
-        raise InputError("give a learning_rate for plain SGD or an optimizer over the module's parameters, one of them")
-    if rate is None:
-        return 0.0
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
-        raise InputError(f"the learning rate must be a number above 0, got {rate!r}")
-    return float(rate)
-
-
-def _tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
-    if tasks is None:
-        return {}
-    named = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
-    table = {name: tuple(int(c) for c in classes) for name, classes in named.items()}
-    if not table or not all(classes and min(classes) >= 0 and len(set(classes)) == len(classes) for classes in table.values()):
-        raise InputError("tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]")
-    for one in table.values():
-        for other in table.values():
-            if set(one) & set(other) and one != other:
-                raise InputError(f"tasks with the classes {one} and {other} overlap in part: two tasks have the same outputs or none in common")
-    return table

@@ -1,0 +1,104 @@
+"""What `OnePass` is made with: reading it, and refusing what cannot be right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onepass.errors import InputError, unknown
+from onepass.learners import METHODS, method
+from onepass.learners.base import Learner
+from onepass.live.memory import Memory
+
+Name = int | str
+Tasks = Sequence[Sequence[int]] | Mapping[Name, Sequence[int]]
+OwnLoss = Callable[[Any, Tensor], Tensor]
+PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+def read_method(name: str) -> type[Learner]:
+    if not isinstance(name, str):
+        raise InputError(f"the method is named by a string such as 'a-gem', got {type(name).__name__}")
+    found = method(name)
+    if found.joined:
+        raise InputError(f"{name} sees all tasks at once, so it is no method for a stream: choose another one")
+    if found.learner.own_network:
+        raise InputError(f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one")
+    return found.learner
+
+
+def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float], Any]:
+    """Hyper-parameters and options of a method by name."""
+    learner = method(name).learner
+    fields = {field.name: field for field in dataclasses.fields(learner.options)}
+    columns = {}
+    for key, values in learner.hyperparameters.items():
+        value = given.get(key, values[(len(values) - 1) // 2])
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+            raise InputError(f"{key} must be a number from 0, and below 1e12, got {value!r}")
+        columns[key] = float(value)
+    options = {}
+    for key, value in given.items():
+        if key in columns:
+            continue
+        if key not in fields:
+            raise unknown(
+                f"setting of {name}",
+                key,
+                [*columns, *fields, "learning_rate", "optimizer", "loss", "tasks", "task_free", "grow", "memory", "precision"],
+            )
+        default = fields[key].default
+        fits = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool)
+        if not (fits or (isinstance(default, float) and isinstance(value, int))) or (not isinstance(value, (bool, str)) and value < 0):
+            raise InputError(f"{key} must be of the kind of {default!r}, its default, got {value!r}")
+        options[key] = value
+    if options.get("reference_batch", 1) < 1:
+        raise InputError("reference_batch must be at least 1")
+    return columns, learner.options(**options)
+
+
+def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
+    if (rate is None) == (optimizer is None):
+        raise InputError("give a learning_rate for plain SGD or an optimizer over the module's parameters, one of them")
+    if rate is None:
+        return 0.0
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1e-30 < rate < 1e6:
+        raise InputError(f"the learning rate must be a number above 0, and below a million, got {rate!r}")
+    return float(rate)
+
+
+def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
+    if tasks is None:
+        return {}
+    named = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
+    table = {name: tuple(int(c) for c in classes) for name, classes in named.items()}
+    if not table or not all(classes and min(classes) >= 0 and len(set(classes)) == len(classes) for classes in table.values()):
+        raise InputError("tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]")
+    for one in table.values():
+        for other in table.values():
+            if set(one) & set(other) and one != other:
+                raise InputError(f"tasks with the classes {one} and {other} overlap in part: two tasks have the same outputs or none in common")
+    return table
+
+
+def check_method(name: str, options: Any, plan: Memory, classifies: bool, task_free: bool, tasks: Mapping[Name, tuple[int, ...]]) -> None:
+    """Raise unless the method makes sense for such a stream."""
+    learner = method(name).learner
+    if task_free and not learner.task_free:
+        able = ", ".join(other for other, found in METHODS.items() if found.learner.task_free and not found.joined)
+        raise InputError(f"{name} needs task boundaries: for a task-free stream choose one of {able}")
+    if task_free and tasks:
+        raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
+    if learner.needs_own_classes and not (classifies and tasks):
+        raise InputError(f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy")
+    if plan.policy in ("class-balanced", "class-reservoir", "ring") and not classifies:
+        raise InputError(f"the memory policy {plan.policy} needs classes: use 'reservoir' with a loss of your own")
+    if task_free and plan.policy in ("class-reservoir", "ring"):
+        raise InputError(f"the memory policy {plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream")
+    if not classifies and name == "ewc" and options.fisher == "per-task" and options.labels == "model":
+        raise InputError("ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'")

@@ -1,0 +1,579 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits, load_iris, make_blobs
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import Tensor, nn
+
+from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass.learners import METHODS
+from onepass.live import classifier
+
+STREAMING = [name for name, m in METHODS.items() if not (m.joined or m.learner.own_network or m.learner.needs_own_classes)]
+DOES_NOT_APPLY: dict[str, str] = {}  # checks of scikit-learn and why they are expected to fail: none
+
+
+@parametrize_with_checks(
+    [OnePassClassifier(method="van"), OnePassClassifier(method="a-gem")],
+    expected_failed_checks=lambda _: DOES_NOT_APPLY,
+)
+def test_scikit_learn_has_nothing_to_object(estimator: OnePassClassifier, check: Any) -> None:
+    check(estimator)
+
+
+def blobs(classes: int = 4, rows: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    X, y = make_blobs(rows, n_features=5, centers=classes, cluster_std=1.5, random_state=seed)
+    return StandardScaler().fit_transform(X), y
+
+
+def drift(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Two tasks that want the opposite of the same rows; a mark tells them apart."""
+    X = np.random.default_rng(seed).normal(size=(600, 10))
+    y = (X[:, 0] > 0).astype(int)
+    one, other = (np.hstack([X, np.tile(mark, (600, 1))]) for mark in ([1.0, 0.0], [0.0, 1.0]))
+    return (one, y), (other, 1 - y)
+
+
+def state(learner: OnePassClassifier) -> list[np.ndarray]:
+    return [p.detach().numpy().copy() for p in learner.learner_.module.parameters()]
+
+
+def same(one: OnePassClassifier, other: OnePassClassifier) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(state(one), state(other), strict=True))
+
+
+class Seeing(nn.Module):
+    """Remembers the rows it is trained on."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.head, self.rows = nn.Linear(features, classes), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.rows.append(x.detach().clone())
+        out: Tensor = self.head(x)
+        return out
+
+
+class Odd(nn.Module):
+    """Draws random numbers and has buffers that move."""
+
+    def __init__(self, features: int = 5, classes: int = 2) -> None:
+        super().__init__()
+        self.body, self.norm, self.drop, self.head = nn.Linear(features, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(torch.relu(self.norm(self.body(x)))))
+        return out
+
+
+# ---- learning
+
+
+def test_fit_sees_every_row_once_in_a_shuffled_order_as_one_task_that_ends() -> None:
+    X, y = blobs(rows=203)
+    learner = OnePassClassifier(module=Seeing, method="van", random_state=0).fit(X, y)
+    batches = learner.learner_.module.rows
+    assert [len(batch) for batch in batches] == [10] * 20 + [3]
+    seen = torch.cat(batches).numpy()
+    expected = X.astype(np.float32)
+    assert not np.array_equal(seen, expected)
+    assert np.array_equal(seen[np.lexsort(seen.T)], expected[np.lexsort(expected.T)])
+    assert (learner.learner_.segment, learner.learner_.batches) == (1, 0)
+
+
+def test_partial_fit_sees_every_row_once_in_the_given_order_and_the_task_goes_on() -> None:
+    X, y = blobs(rows=25)
+    learner = OnePassClassifier(module=Seeing, method="van", random_state=0).partial_fit(X, y).partial_fit(X, y)
+    assert np.array_equal(torch.cat(learner.learner_.module.rows).numpy(), np.vstack([X, X]).astype(np.float32))
+    assert (learner.learner_.segment, learner.learner_.batches) == (0, 6)
+
+
+def test_it_is_one_pass_around_the_same_module() -> None:
+    X, y = blobs()
+    module = nn.Linear(5, 4).double()
+    mine = (
+        OnePassClassifier(module=module, random_state=3, settings={"reference_batch": 7})
+        .partial_fit(X, y, task_ends=True)
+        .partial_fit(X[::-1], y[::-1])
+    )
+    learner = OnePass(copy.deepcopy(module), "a-gem", learning_rate=0.1, reference_batch=7, seed=mine.learner_._seed)
+    order = {label: place for place, label in enumerate(dict.fromkeys(y.tolist()))}
+    for turn in (1, -1):
+        codes = torch.tensor([order[label] for label in y[::turn].tolist()])
+        for start in range(0, len(X), 10):
+            learner.observe(torch.tensor(X[::turn].copy())[start : start + 10], codes[start : start + 10])
+        if turn == 1:
+            learner.end_task()
+    assert torch.equal(learner.module.weight, mine.learner_.module.weight)
+    assert learner.violations == mine.learner_.violations
+
+
+def test_a_fit_starts_afresh_and_is_decided_by_the_random_state() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=5).fit(X, y)
+    first = state(learner)
+    learner.partial_fit(X, y + 4, task_ends=True)
+    torch.rand(3)  # torch's own generator has no say
+    learner.fit(X, y)
+    assert all(np.array_equal(a, b) for a, b in zip(first, state(learner), strict=True))
+    assert learner.classes_.tolist() == [0, 1, 2, 3]
+    assert learner.learner_.segment == 1
+    assert not same(learner, OnePassClassifier(random_state=6).fit(X, y))
+
+
+def test_the_random_state_decides_what_the_method_draws() -> None:
+    old, new = drift()
+    module = nn.Linear(12, 2)
+    one, same_one, other = (OnePassClassifier(module=module, random_state=seed, settings={"reference_batch": 5}) for seed in (0, 0, 1))
+    for learner in (one, same_one, other):
+        learner.partial_fit(*old, task_ends=True)
+    assert same(one, other)  # nothing to draw yet
+    for learner in (one, same_one, other):
+        learner.partial_fit(*new)
+    assert same(one, same_one)
+    assert not same(one, other)
+
+
+def test_no_global_generator_is_moved_by_a_seeded_fit() -> None:
+    X, y = blobs()
+    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()
+    OnePassClassifier(module=Odd, random_state=5).fit(X, y)
+    assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(numbers, np.random.get_state()[1])
+
+
+def test_a_gem_remembers_more_of_an_old_task_than_plain_sgd() -> None:
+    old, new = drift()
+    kept, learnt = {}, {}
+    for method in ("van", "a-gem"):
+        learner = OnePassClassifier(method=method, random_state=0)
+        learner.partial_fit(*old, task_ends=True)
+        assert learner.score(*old) > 0.9
+        learner.partial_fit(*new, task_ends=True)
+        kept[method], learnt[method] = learner.score(*old), learner.score(*new)
+    assert min(learnt.values()) > 0.85
+    assert kept["a-gem"] > 0.7
+    assert kept["van"] < 0.2
+
+
+def test_task_ends_is_what_makes_the_past_a_past() -> None:
+    old, new = drift()
+    learner = OnePassClassifier(random_state=0).partial_fit(*old)
+    assert learner.learner_.memory.visible == 0
+    assert learner.end_task() is learner
+    assert learner.learner_.memory.visible > 0
+    at_once = OnePassClassifier(random_state=0).partial_fit(*old, task_ends=True)
+    assert same(learner.partial_fit(*new), at_once.partial_fit(*new))
+
+
+def test_a_task_free_stream_has_no_ends() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(task_free=True, memory=Memory(examples=30, recent=2), random_state=0).fit(X, y)
+    assert learner.learner_.memory.size == 30
+    assert learner.score(X, y) > 0.8
+    before = state(learner)
+    with pytest.raises(InputError, match="task-free"):
+        learner.partial_fit(X, y, task_ends=True)
+    assert all(np.array_equal(a, b) for a, b in zip(before, state(learner), strict=True))
+    with pytest.raises(InputError, match="task-free"):
+        learner.end_task()
+
+
+@pytest.mark.parametrize("method", STREAMING)
+def test_every_method_for_streams_fits(method: str) -> None:
+    X, y = blobs()
+    assert OnePassClassifier(method=method, random_state=0).fit(X, y).score(X, y) > 0.8
+
+
+@pytest.mark.parametrize("method", ["ewc", "mas"])
+def test_a_method_that_looks_twice_is_given_the_rows_of_the_task_again(method: str) -> None:
+    X, y = blobs()
+    whole = OnePassClassifier(method=method, random_state=0).partial_fit(X, y, classes=range(4), task_ends=True)
+    parts = OnePassClassifier(method=method, random_state=0).partial_fit(X[:100], y[:100], classes=range(4))
+    with pytest.raises(InputError, match=r"end_task\(X, y\)"):
+        parts.partial_fit(X[100:], y[100:], task_ends=True)
+    assert parts.learner_.steps == 10
+    parts.partial_fit(X[100:], y[100:])
+    with pytest.raises(InputError, match="a second time"):
+        parts.end_task()
+    with pytest.raises(InputError, match="did not have"):
+        parts.end_task(X, y + 1)
+    parts.end_task(X, y)
+    assert parts.learner_.segment == whole.learner_.segment == 1
+    assert same(parts.partial_fit(X[::-1], y[::-1]), whole.partial_fit(X[::-1], y[::-1]))
+
+
+# ---- classes
+
+
+def test_classes_may_appear_at_any_time() -> None:
+    X, y = blobs(classes=5, rows=500)
+    learner, known = OnePassClassifier(method="er", random_state=0), []
+    for classes in ([3, 1], [4], [0, 2]):
+        now = np.isin(y, classes)
+        learner.partial_fit(X[now], y[now], task_ends=True)
+        known += classes
+        assert learner.classes_.tolist() == sorted(known)
+        assert learner.predict_proba(X).shape == (500, len(known))
+        assert learner.learner_.module[-1].out_features == len(known)
+    assert learner.score(X, y) > 0.8
+
+
+def test_a_new_class_leaves_the_outputs_of_the_old_ones_as_they_are() -> None:
+    X, y = blobs(classes=3)
+    learner = OnePassClassifier(learning_rate=1e-12, random_state=0).partial_fit(X[y > 0], y[y > 0], classes=[1, 2])
+    before = learner.learner_.scores(torch.tensor(X))
+    learner.partial_fit(X[y == 0], y[y == 0])
+    after = learner.learner_.scores(torch.tensor(X))
+    assert after.shape == (200, 3)
+    assert torch.allclose(after[:, :2], before)
+    assert np.array_equal(learner.decision_function(X), after[:, [2, 0, 1]])
+
+
+def test_classes_may_be_named_before_they_come() -> None:
+    X, y = blobs(classes=3)
+    one = y == 1
+    learner = OnePassClassifier(random_state=0).partial_fit(X[one], y[one], classes=[2, 0, 1])
+    assert learner.classes_.tolist() == [0, 1, 2]
+    assert learner.predict_proba(X).shape == (200, 3)
+    assert set(learner.predict(X[one])) == {1}
+    learner.partial_fit(X, y, classes=[7])  # later, and beyond what the network has
+    assert learner.classes_.tolist() == [0, 1, 2, 7]
+    chances = learner.predict_proba(X)
+    assert np.allclose(chances.sum(1), 1)
+    assert not chances[:, 3].any()
+    learner.partial_fit(X[one], np.full(one.sum(), 7))
+    assert learner.predict_proba(X)[:, 3].any()
+
+
+def test_a_single_class_is_a_beginning() -> None:
+    X, _ = blobs()
+    learner = OnePassClassifier(random_state=0).partial_fit(X, np.full(200, "only"))
+    assert learner.predict(X).tolist() == ["only"] * 200
+    assert np.array_equal(learner.predict_proba(X), np.ones((200, 1)))
+    learner.partial_fit(X, np.full(200, "other one"))
+    assert learner.classes_.tolist() == ["only", "other one"]
+    assert set(learner.predict(X)) == {"other one"}
+
+
+def test_labels_may_be_strings() -> None:
+    X, y = blobs()
+    names = np.array(["pear", "fig", "plum", "apple"])
+    named, numbered = (OnePassClassifier(random_state=0).fit(X, labels) for labels in (names[y], np.argsort(np.argsort(names))[y]))
+    assert named.classes_.tolist() == ["apple", "fig", "pear", "plum"]
+    assert np.array_equal(named.predict(X), np.sort(names)[numbered.predict(X)])
+    assert named.score(X, names[y]) > 0.8
+    named.partial_fit(X, np.array(["a much longer name"] * 200, dtype=object))
+    assert named.classes_.tolist() == ["a much longer name", "apple", "fig", "pear", "plum"]
+    assert "a much longer name" in named.predict(X)
+
+
+def test_strings_and_numbers_do_not_mix() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).fit(X, y)
+    for labels, classes in ((y.astype(str), None), (y, ["a", "b"])):
+        with pytest.raises(ValueError, match="strings"):
+            learner.partial_fit(X, labels, classes=classes)
+    assert learner.classes_.tolist() == [0, 1, 2, 3]
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_a_row_of_predict_proba_sums_to_one_and_has_a_column_a_class(classes: int) -> None:
+    X, y = blobs(classes)
+    learner = OnePassClassifier(random_state=0)
+    for label in reversed(range(classes)):  # so that outputs and classes are in different orders
+        learner.partial_fit(X[y == label], y[y == label])
+    for _ in range(3):
+        learner.partial_fit(X, y)
+    chances = learner.predict_proba(X)
+    assert chances.shape == (200, classes)
+    assert np.allclose(chances.sum(1), 1)
+    assert np.array_equal(learner.classes_[chances.argmax(1)], learner.predict(X))
+    assert (chances[np.arange(200), y] > 0.5).mean() > 0.8
+    decisions = learner.decision_function(X)
+    assert decisions.shape == ((200,) if classes == 2 else (200, 4))
+    assert np.array_equal(decisions > 0 if classes == 2 else decisions.argmax(1), learner.predict(X))
+
+
+def test_answers_do_not_depend_on_the_rows_they_are_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).fit(X, y)
+    whole = learner.predict_proba(X)
+    monkeypatch.setattr(classifier, "AT_ONCE", 7)
+    assert np.allclose(learner.predict_proba(X), whole, rtol=1e-12)
+
+
+def test_an_output_that_no_class_has_is_never_the_answer() -> None:
+    X, y = blobs(classes=2)
+    module = nn.Linear(5, 9)
+    with torch.no_grad():
+        module.bias[5] = 50.0
+    learner = OnePassClassifier(module=module, learning_rate=1e-6, random_state=0).fit(X, y)
+    assert set(learner.predict(X)) <= {0, 1}
+    assert np.allclose(learner.predict_proba(X).sum(1), 1)
+
+
+# ---- modules
+
+
+def test_the_module_that_is_given_is_copied_and_never_changed() -> None:
+    X, y = blobs()
+    module = Odd(classes=3)
+    before = copy.deepcopy(module.state_dict())
+    learner = OnePassClassifier(module=module, random_state=0).fit(X, y)
+    assert learner.module is module
+    assert learner.learner_.module is not module
+    assert learner.learner_.module.head.out_features == 4
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert module.head.out_features == 3
+    assert not torch.equal(learner.learner_.module.body.weight, module.body.weight)
+    again = OnePassClassifier(module=module, random_state=0).fit(X, y)
+    assert same(learner, again)
+
+
+def test_a_function_makes_the_module_from_the_numbers_of_features_and_classes() -> None:
+    X, y = blobs(classes=3)
+    asked: list[tuple[int, int]] = []
+
+    def make(features: int, classes: int) -> nn.Module:
+        asked.append((features, classes))
+        return nn.Linear(features, classes)
+
+    one, other = (OnePassClassifier(module=make, random_state=0).fit(X, y) for _ in range(2))
+    assert asked == [(5, 3), (5, 3)]
+    assert same(one, other)
+
+
+def test_the_head_grows_unless_the_settings_say_no() -> None:
+    X, y = blobs(classes=4)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
+    learner = OnePassClassifier(module=module, settings={"grow": False}, random_state=0)
+    first = y < 3
+    learner.partial_fit(X[first], y[first])
+    with pytest.raises(InputError, match="out of range"):
+        learner.partial_fit(X[~first], y[~first])
+    assert learner.classes_.tolist() == [0, 1, 2]
+    assert learner.predict_proba(X).shape == (200, 3)
+    learner.set_params(settings={"grow": "1"}).fit(X, y)
+    assert learner.learner_.module[1].out_features == 4
+
+
+def test_the_default_network_has_the_hidden_layers_asked_for() -> None:
+    X, y = blobs()
+    for hidden in ((), (7,), [7, 6], 8):
+        widths = [hidden] if isinstance(hidden, int) else list(hidden)
+        module = OnePassClassifier(hidden=hidden, random_state=0).fit(X, y).learner_.module
+        assert [layer.out_features for layer in module if isinstance(layer, nn.Linear)] == [*widths, 4]
+        assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+# ---- keeping
+
+
+@pytest.mark.parametrize("method", STREAMING)
+def test_a_pickle_in_the_middle_of_a_stream_goes_on_identically(method: str) -> None:
+    X, y = blobs(classes=5, rows=120)
+    first = y < 3
+    learner = OnePassClassifier(module=Odd, method=method, random_state=0, memory=Memory(per_task=20))
+    learner.partial_fit(X[first], y[first], task_ends=True)
+    learner.partial_fit(X[:30], y[:30] % 4)
+    twins = [pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)]
+    for one in (learner, *twins):
+        one.partial_fit(X[30:], y[30:])
+        one.end_task(X, y) if one.learner_.learner.needs_review else one.end_task()
+        one.partial_fit(X, y + 3)
+    for twin in twins:
+        assert same(learner, twin)
+        assert np.array_equal(learner.predict_proba(X), twin.predict_proba(X))
+        assert twin.classes_.tolist() == list(range(8))
+        assert twin.learner_.steps == learner.learner_.steps
+        assert twin.learner_.violations == learner.learner_.violations
+
+
+def test_a_copy_and_its_original_share_nothing() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).fit(X, y)
+    before, twin = learner.predict_proba(X), copy.deepcopy(learner)
+    twin.partial_fit(X, (y + 1) % 4)
+    assert np.array_equal(learner.predict_proba(X), before)
+    assert not np.allclose(twin.predict_proba(X), before)
+
+
+def test_a_pickle_does_not_hold_the_parameters_once_for_every_layer() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(method="van", hidden=[100] * 8, random_state=0).fit(X, y)
+    parameters = sum(p.nbytes for p in learner.learner_.module.parameters())
+    assert len(pickle.dumps(learner)) < 2.2 * parameters
+
+
+def test_a_learner_whose_module_was_taken_apart_is_not_pickled() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).fit(X, y)
+    learner.learner_.module.float()
+    with pytest.raises(InputError, match="created anew"):
+        pickle.dumps(learner)
+
+
+def test_a_clone_is_not_fitted_and_learns_the_same() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(module=Odd(), random_state=0, memory=Memory(per_task=9), settings={"reference_batch": 4}).fit(X, y)
+    twin = clone(learner)
+    with pytest.raises(NotFittedError):
+        twin.predict(X)
+    with pytest.raises(NotFittedError):
+        twin.end_task()
+    assert same(learner, twin.fit(X, y))
+
+
+def test_a_watcher_goes_on_watching_a_copy() -> None:
+    X, y = blobs()
+    reports: list[dict[str, Any]] = []
+    learner = OnePassClassifier(random_state=0, settings={"watch": reports.append, "watch_every": 4}).fit(X, y)
+    told = [report["step"] for report in reports]
+    assert told == [4, 8, 12, 16, 20]
+    copy.deepcopy(learner).partial_fit(X, y)
+    assert [report["step"] for report in reports[5:]] == [24, 28, 32, 36, 40]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"method": "agem"}, "did you mean 'a-gem'"),
+        ({"method": None}, "name of one"),
+        ({"method": "icarl"}, "classes of each task"),
+        ({"method": "multi-task"}, "all tasks at once"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"learning_rate": -1}, "learning rate"),
+        ({"hidden": (3, 0)}, "hidden"),
+        ({"hidden": "wide"}, "hidden"),
+        ({"memory": 100}, "Memory"),
+        ({"module": 3}, "module must be"),
+        ({"module": lambda features, classes: None}, "nn.Module"),
+        ({"module": nn.Linear(3, 2)}, "refused the batch"),
+        ({"settings": 3}, "dictionary"),
+        ({"settings": {"refrence_batch": 3}}, "did you mean 'reference_batch'"),
+        ({"settings": {"seed": 3}}, "no choice"),
+        ({"settings": {"task_free": True}}, "parameter of the classifier"),
+        ({"random_state": "chance"}, "chance"),
+    ],
+)
+def test_a_bad_parameter_is_a_value_error_and_leaves_it_as_it_was(parameters: dict[str, Any], sentence: str) -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).set_params(**parameters)
+    for learn in (learner.fit, learner.partial_fit):
+        with pytest.raises(ValueError, match=sentence):
+            learn(X, y)
+        with pytest.raises(NotFittedError):
+            learner.predict(X)
+        assert not hasattr(learner, "n_features_in_")
+
+
+def test_a_fit_that_fails_leaves_the_old_one() -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).fit(X, y)
+    before = learner.predict_proba(X)
+    learner.set_params(learning_rate=1e300)
+    with pytest.raises(InputError, match="nothing was learnt"):
+        learner.fit(X[:, :3], y)
+    assert learner.n_features_in_ == 5
+    assert np.array_equal(learner.predict_proba(X), before)
+
+
+class Picky(nn.Linear):
+    """Refuses a row of large numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 1000).any()):
+            raise ValueError("too large")
+        return super().forward(x)
+
+
+def test_a_batch_that_is_refused_ends_the_call_and_those_before_it_are_learnt() -> None:
+    X, y = blobs()
+    learner, expected = (OnePassClassifier(module=Picky, random_state=0).partial_fit(X, y) for _ in range(2))
+    X[25] = 1e6
+    with pytest.raises(InputError, match="too large"):
+        learner.partial_fit(X, y)
+    assert learner.learner_.steps == 22
+    assert same(learner, expected.partial_fit(X[:20], y[:20]))
+    fresh = OnePassClassifier(module=Picky, random_state=0)
+    with pytest.raises(InputError, match="too large"):
+        fresh.partial_fit(X, y)
+    assert fresh.learner_.steps == 2
+    assert fresh.classes_.tolist() == [0, 1, 2, 3]
+
+
+def test_a_call_whose_first_batch_is_refused_changes_nothing() -> None:
+    X, y = blobs()
+    bad = X.copy()
+    bad[5] = 1e6
+    learner = OnePassClassifier(module=Picky, random_state=0)
+    for _ in range(2):  # before there were data, and after
+        before = dict(vars(learner))
+        with pytest.raises(InputError, match="too large"):
+            learner.partial_fit(bad, y + 4, classes=[9])
+        assert vars(learner) == before
+        learner.partial_fit(X, y)
+    assert learner.classes_.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("labels", [np.linspace(0.1, 0.9, 200), np.array([None, 1] * 100), np.full(200, np.nan)])
+def test_what_is_no_class_is_refused(labels: np.ndarray) -> None:
+    X, y = blobs()
+    learner = OnePassClassifier(random_state=0).fit(X, y)
+    before = learner.predict_proba(X)
+    for learn in (learner.fit, learner.partial_fit, learner.end_task):
+        with pytest.raises(ValueError, match=r"label|NaN"):
+            learn(X, labels)
+    with pytest.raises(ValueError, match="NaN"):
+        learner.partial_fit(X, y, classes=[1.0, np.nan])
+    assert np.array_equal(learner.predict_proba(X), before)
+
+
+def test_a_piece_of_a_stream_may_have_a_class_for_every_row() -> None:
+    X, _ = blobs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learner = OnePassClassifier(random_state=0).partial_fit(X[:40], np.arange(40)).partial_fit(X[40:80], np.arange(40, 80))
+    assert learner.predict_proba(X).shape == (200, 80)
+
+
+# ---- company
+
+
+def test_it_works_in_a_pipeline_under_cross_validation() -> None:
+    X, y = load_iris(return_X_y=True)
+    X = X * [1, 100, 10, 1000]
+    pipeline = make_pipeline(StandardScaler(), OnePassClassifier(learning_rate=0.3, batch_size=5, random_state=0))
+    scores = cross_val_score(pipeline, X, y, cv=5)
+    assert scores.mean() > 0.85
+    assert np.array_equal(scores, cross_val_score(pipeline, X, y, cv=5))
+
+
+def test_it_works_in_a_search_with_numbers_of_numpy() -> None:
+    X, y = load_digits(n_class=4, return_X_y=True)
+    grid = {"learning_rate": np.array([1e-4, 0.1], dtype=np.float32), "batch_size": np.array([5, 10])}
+    search = GridSearchCV(OnePassClassifier(method="van", random_state=0), grid, cv=2).fit(X / 16, y)
+    assert search.best_params_["learning_rate"] == np.float32(0.1)
+    assert search.best_score_ > 0.9

@@ -1,0 +1,427 @@
+"""Ten thousand calls in random order, good ones and bad ones: model, memory and counters always fit together."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from onepass import InputError, Memory, OnePass
+from onepass.live.memory import LiveMemory
+from toys import FEATURES
+
+CALLS = 10_000
+CALLS_A_STREAM = 100
+OUTPUTS = 4
+HEADS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+
+
+class Net(nn.Module):
+    """Buffers, randomness, something frozen, a head that may grow, and trouble on demand."""
+
+    def __init__(self, outputs: int = OUTPUTS) -> None:
+        super().__init__()
+        self.still = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.body, self.norm, self.drop = nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Dropout(0.2)
+        self.head = nn.Linear(5, outputs)
+        self.trouble, self.left = "", 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(torch.tanh(self.norm(self.body(self.still(x))))))
+        self.left -= self.training
+        if self.left != 0 or not self.training:
+            return out
+        match self.trouble:
+            case "nan":
+                return out * torch.nan
+            case "gradient":
+                return out + (out - out.detach()).sum().abs().sqrt()
+            case "raises":
+                raise RuntimeError("no\nreally not")
+            case "shape":
+                return out[:, :1, None]
+        return out
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a learner is made."""
+
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    own_loss: bool = False
+    outputs: int = OUTPUTS
+
+    def again(self, module: nn.Module) -> dict[str, Any]:
+        """What a saved file cannot hold."""
+        given: dict[str, Any] = {"loss": nn.functional.mse_loss} if self.own_loss else {}
+        if self.optimizer is not None:
+            given["optimizer"] = self.optimizer([p for p in module.parameters() if p.requires_grad], lr=0.01)
+        return given
+
+    def learner(self) -> OnePass:
+        module = Net(self.outputs)
+        rate = {} if self.optimizer is not None else {"learning_rate": 0.1}
+        return OnePass(module, self.method, **rate, **self.settings, **self.again(module))
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+KINDS = {
+    "a-gem": Kind("a-gem", {"memory": Memory(per_task=7), "reference_batch": 5}),
+    "a-gem, heads": Kind("a-gem", {"tasks": HEADS, "memory": Memory(per_task=6, policy="ring")}, torch.optim.Adam, outputs=6),
+    "a-gem, heads that grow": Kind("a-gem", {"tasks": HEADS, "grow": True, "memory": Memory(per_task=5, examples=11)}, torch.optim.Adam, outputs=3),
+    "a-gem, task-free": Kind("a-gem", {"task_free": True, "grow": True, "memory": Memory(bytes=6000, recent=2)}, torch.optim.Adam),
+    "er, task-free regression": Kind("er", {"task_free": True, "memory": Memory(examples=9, recent=0)}, own_loss=True),
+    "gem": Kind("gem", {"grow": True, "memory": Memory(per_task=5)}),
+    "s-gem": Kind("s-gem", {"memory": Memory(per_task=6, examples=13, where="cpu")}, momentum),
+    "mega-1, regression": Kind("mega-1", {"memory": Memory(per_task=8)}, own_loss=True),
+    "mega-2": Kind("mega-2", {"grow": True, "memory": Memory(per_task=6, policy="class-reservoir", examples=20)}),
+    "ewc": Kind("ewc", {"fisher": "moving-average", "fisher_every": 3, "grow": True}, momentum),
+    "mas": Kind("mas", {"tasks": HEADS}, outputs=6),
+    "rwalk": Kind("rwalk", {"fisher_every": 3, "grow": True}),
+    "pi, regression": Kind("pi", {}, momentum, own_loss=True),
+    "icarl": Kind("icarl", {"tasks": HEADS, "exemplars": 18}, outputs=6),
+    "van, task-free": Kind("van", {"task_free": True, "grow": True}, torch.optim.Adam),
+}
+
+SPOILT: list[Callable[[Tensor, Tensor], tuple[Any, Any]]] = [
+    lambda x, y: (x * torch.nan, y),
+    lambda x, y: (x.numpy() * np.float32("inf"), y),
+    lambda x, y: (x.double(), y),
+    lambda x, y: (x[:, :-1], y),
+    lambda x, y: (x[:, None], y),
+    lambda x, y: (x[:0], y[:0]),
+    lambda x, y: (x, y[:-1]),
+    lambda x, y: (x, y - 100.5),
+    lambda x, y: (x, y.bool()),
+    lambda x, y: (x, None),
+    lambda x, y: ((x, x), y),
+    lambda x, y: ({"x": x, "z": x}, y),
+    lambda x, y: (x.to_sparse(), y),
+    lambda x, y: (x, (y * 0 - 1).long()),
+    lambda x, y: (x, (y * 0 + 1_000_000).long()),
+]
+
+batches = st.tuples(st.sampled_from([3, 2, 4, 5, 6, 1]), st.integers(0, 2**20), st.sampled_from([None] * 8 + ["a", "b", "c", 1.5]))
+ARGUMENTS: dict[str, tuple[int, list[st.SearchStrategy[Any]]]] = {  # how often it is called, and with what
+    "observe": (8, [batches]),
+    "new class": (1, [batches]),
+    "spoilt": (2, [batches, st.sampled_from(range(len(SPOILT)))]),
+    "trouble": (2, [batches, st.sampled_from(["nan", "gradient", "raises", "shape"]), st.integers(1, 2)]),
+    "tamper": (1, [batches, st.sampled_from(["freeze", "replace", "add", "double"])]),
+    "end": (2, [st.sampled_from(["good", "good", "good", "none", "bad", "other labels"])]),
+    "predict": (1, [batches, st.booleans()]),
+    "report": (1, []),
+    "reload": (1, []),
+}
+operations = st.sampled_from([name for name, (often, _) in ARGUMENTS.items() for _ in range(often)]).flatmap(
+    lambda name: st.tuples(st.just(name), *ARGUMENTS[name][1])
+)
+
+
+def snapshot(learner: OnePass) -> dict[str, Any]:
+    """All that decides how learning goes on."""
+    module, memory, optimizer = learner.module, learner.memory, learner.fleet.optimizer
+    return {
+        "module": {name: t.detach().clone() for name, t in [*module.named_parameters(), *module.named_buffers()]},
+        "modes": [part.training for part in module.modules()],
+        "flags": [p.requires_grad for p in module.parameters()],
+        "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
+        "learner": ({name: t.clone() for name, t in learner.learner.state().items()}, learner.learner.counters()),
+        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters()),
+        "place": (learner.steps, learner.violations, learner.segment, learner.batches, learner.task, learner.outputs, learner.examples),
+        "luck": torch.get_rng_state(),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+class Driver:
+    """Calls a learner and keeps its own account of what must be true of it."""
+
+    def __init__(self, kind: Kind, folder: Path, tally: Counter[str]) -> None:
+        self.kind, self.file, self.tally = kind, folder / "saved", tally
+        self.learner = kind.learner()
+        self.steps = self.ended = 0
+        self.current: list[tuple[Tensor, Tensor]] = []  # the batches of the task that is being learnt
+        self.seen: dict[bytes, tuple[int, int]] = {}  # every example that was learnt: its task and label
+        self.rows = 0  # how many they were
+        self.before: dict[str, Any] = {}  # the learner before the call
+        self.must_do = False  # a call that there is no reason to refuse
+
+    # ---- calls
+
+    def do(self, operation: tuple[Any, ...]) -> None:
+        name, *rest = operation
+        self.tally[name] += 1
+        self.before, self.must_do = snapshot(self.learner), False
+        refusal = ""
+        try:
+            getattr(self, "do_" + name.replace(" ", "_"))(*rest)
+        except InputError as error:
+            refusal = str(error)
+        if refusal:
+            self.tally["refused"] += 1
+            assert len(refusal.splitlines()) == 1
+            assert not self.changed(), refusal
+            # Batch-norm needs two examples, and a memory of so many examples cannot have one of every task.
+            assert not self.must_do or "more than 1 value" in refusal or "no room" in refusal, refusal
+        self.check()
+
+    def changed(self) -> list[str]:
+        after = snapshot(self.learner)
+        return [key for key in after if not same(self.before[key], after[key])]
+
+    def batch(self, size: int, seed: int, task: Any) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(size, FEATURES, generator=generator)
+        if self.kind.own_loss:
+            return x, torch.randn(size, OUTPUTS, generator=generator)
+        learner = self.learner
+        tasks = learner._tasks
+        if not tasks:
+            return x, torch.randint(0, OUTPUTS, (size,), generator=generator)
+        now = learner.task if learner.batches else list(tasks)[min(learner.segment, len(tasks) - 1)]
+        low = tasks[task if task in tasks else now][0]  # type: ignore[index]
+        return x, torch.randint(low, low + 2, (size,), generator=generator)
+
+    def do_observe(self, given: tuple[int, int, Any]) -> None:
+        self.must_do = given[0] > 1 and given[2] is None and (self.learner.batches > 0 or self.learner.segment < len(HEADS))
+        self.observe(*self.batch(*given), given[2])
+
+    def do_new_class(self, given: tuple[int, int, Any]) -> None:
+        x, y = self.batch(*given)
+        # It grows by one class at a time, so that there are not hundreds in the end.
+        self.observe(x, y if self.kind.own_loss else torch.full_like(y, min(self.learner.outputs or OUTPUTS, 9)), given[2])
+
+    def do_spoilt(self, given: tuple[int, int, Any], which: int) -> None:
+        self.observe(*SPOILT[which](*self.batch(*given)), given[2])
+
+    def do_trouble(self, given: tuple[int, int, Any], trouble: str, at: int) -> None:
+        module = self.learner.module
+        assert isinstance(module, Net)
+        module.trouble, module.left = trouble, at
+        try:
+            self.observe(*self.batch(*given), given[2])
+        finally:
+            module.trouble = ""
+
+    def do_tamper(self, given: tuple[int, int, Any], how: str) -> None:
+        module = self.learner.module
+        assert isinstance(module, Net)
+        weight, state = module.body.weight, torch.get_rng_state()
+        x, y = self.batch(*given)
+        match how:
+            case "freeze":
+                weight.requires_grad_(False)
+            case "replace":
+                module.body.weight = nn.Parameter(weight.detach().clone())
+            case "add":
+                module.more = nn.Parameter(torch.ones(1))
+            case "double":
+                view = weight.data
+                weight.data = weight.data.double()
+        with pytest.raises(InputError):
+            self.learner.observe(x, y)
+        with pytest.raises(InputError):
+            self.learner.predict(x)
+        match how:
+            case "freeze":
+                weight.requires_grad_(True)
+            case "replace":
+                module.body.weight = weight
+            case "add":
+                del module.more
+            case "double":
+                weight.data = view
+        torch.set_rng_state(state)
+        assert not self.changed()
+
+    def observe(self, x: Any, y: Any, task: Any) -> None:
+        loss = self.learner.observe(x, y, task)
+        # What was spoilt may be good for a stream of another kind (numbers as targets, say); only what was accepted counts.
+        assert np.isfinite(loss)
+        self.tally["accepted"] += 1
+        self.steps += 1
+        if self.learner.segment > self.ended:
+            self.ended, self.current = self.ended + 1, []
+        x = torch.as_tensor(x)
+        self.current.append((x, y))
+        self.rows += len(x)
+        for row, label in zip(x, [0] * len(x) if self.kind.own_loss else y.tolist(), strict=True):
+            self.seen[row.numpy().tobytes()] = (self.learner.segment, label)
+
+    def do_end(self, how: str) -> None:
+        again: Any = None
+        if self.learner.learner.needs_review and how != "none":
+            again = list(self.current)
+            if how == "bad":
+                again.append((torch.full((2, FEATURES), torch.nan), torch.zeros(2, dtype=torch.int64)))
+            if how == "other labels":
+                again.append((torch.ones(2, FEATURES), torch.full((2,), 77)))
+        self.learner.end_task(again)
+        self.tally["ended"] += 1
+        self.ended, self.current = self.ended + 1, []
+
+    def do_predict(self, given: tuple[int, int, Any], spoilt: bool) -> None:
+        x, _ = self.batch(*given)
+        task = given[2] if self.learner._tasks else None
+        try:
+            answers = self.learner.predict(SPOILT[given[1] % 6](x, x)[0] if spoilt else x, task)
+            assert len(answers) == len(x)
+            if task is not None:
+                assert set(answers.tolist()) <= set(HEADS[task])
+        finally:
+            assert not self.changed()
+
+    def do_report(self) -> None:
+        report = self.learner.report()
+        assert report["step"] == self.steps
+        assert sum(report["memory"].values()) == (self.learner.memory.size if self.learner.memory else 0)
+        assert not self.changed()
+
+    def do_reload(self) -> None:
+        self.learner.save(self.file)
+        fresh = Net(self.kind.outputs)
+        modes = [part.training for part in self.learner.module.modules()]
+        torch.set_rng_state(self.before["luck"])
+        after = OnePass.load(self.file, fresh, **self.kind.again(fresh))
+        for part, mode in zip(fresh.modules(), modes, strict=True):
+            part.training = mode  # a file holds values, not modes
+        assert not self.changed()
+        self.learner = after
+        assert not self.changed()
+
+    # ---- what is always true
+
+    def check(self) -> None:
+        learner = self.learner
+        fleet, module = learner.fleet, learner.module
+        assert learner.steps == int(fleet.step) == self.steps
+        assert learner.segment == self.ended
+        assert learner.batches == len(self.current)
+        assert 0 <= (learner.violations or 0) <= self.steps
+        assert bool(fleet.theta.isfinite().all())
+        assert all(bool(b.isfinite().all()) for b in module.buffers())
+        fleet.intact()
+        storage = fleet.theta.untyped_storage().data_ptr()
+        assert all(p.untyped_storage().data_ptr() == storage for p in module.parameters())
+        assert sum(p.numel() for p in module.parameters()) == fleet.theta.numel()
+        assert all(p.requires_grad == (not name.startswith("still")) for name, p in module.named_parameters())
+        assert isinstance(module, Net)
+        assert learner.outputs in (None, module.head.out_features)
+        for value in learner.learner.state().values():
+            assert bool(value.isfinite().all())
+        if fleet.optimizer is not None:
+            mine = {id(p) for p in module.parameters()}
+            assert all(id(p) in mine for group in fleet.optimizer.param_groups for p in group["params"])
+            for parameter, state in fleet.optimizer.state.items():
+                assert all(v.shape in (parameter.shape, ()) for v in state.values() if isinstance(v, Tensor))
+        if learner.memory is not None:
+            check_memory(learner.memory, self.kind, self.steps)
+            self.check_contents(learner.memory)
+
+    def check_contents(self, memory: LiveMemory) -> None:
+        """Only examples that were learnt are remembered, with their own labels and tasks."""
+        assert sum(memory._seen.values()) == self.rows
+        if memory.storage is None:
+            assert self.rows == 0
+            return
+        kept = [row.numpy().tobytes() for row in memory.storage.columns["x"][: memory.size]]
+        assert len(set(kept)) == len(kept) or len(self.seen) < self.rows  # a batch that was shown twice may be kept twice
+        for row, key in enumerate(kept):
+            task, label = self.seen[key]
+            slot = int(memory.storage.columns["slots"][row])
+            if len(self.seen) == self.rows:
+                assert memory._group[row][0] == (0 if memory.task_free else task)
+                assert slot == label
+            assert memory._group[row][1] in ((0,) if memory.policy == "reservoir" else (slot,))
+
+
+def check_memory(memory: LiveMemory, kind: Kind, steps: int) -> None:
+    """The lists of a memory fit together."""
+    plan, rows = memory.plan, range(memory.size)
+    assert len(memory._group) == len(memory._arrived) == memory.size
+    assert memory.storage is None or memory.size <= memory.storage.rows
+    assert sorted(row for members in memory._members.values() for row in members) == list(rows)
+    for group, members in memory._members.items():
+        assert all(memory._group[row] == group for row in members)
+        assert memory._seen[group] >= len(members)
+    visible = set(memory._visible)
+    assert len(visible) == len(memory._visible) == memory.visible
+    assert memory._position == {row: place for place, row in enumerate(memory._visible)}
+    assert memory._rows is None or memory._rows.tolist() == memory._visible
+    assert memory._pending is None
+    fresh = set(memory._fresh)
+    if memory.task_free:
+        assert not fresh
+        coming = set(memory._coming)
+        for row in rows:
+            if row in visible:
+                assert memory._arrived[row] < steps - plan.recent
+            else:
+                assert (memory._arrived[row], row) in coming
+    else:
+        assert not memory._coming
+        assert not fresh & visible
+        assert fresh | visible == set(rows)
+        assert all(memory._group[row][0] == memory.task for row in fresh)
+        assert max(memory.counts().values(), default=0) <= plan.per_task
+    assert sum(memory.counts().values()) == memory.size
+    assert sorted(row for found in memory.groups().values() for row in found) == sorted(visible)
+    assert plan.examples is None or memory.size <= plan.examples
+    assert plan.bytes is None or memory.nbytes <= plan.bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_called_model_memory_and_counters_fit_together(kind: str) -> None:
+    tally: Counter[str] = Counter()
+    streams = -(-CALLS // (len(KINDS) * CALLS_A_STREAM))
+
+    @settings(
+        max_examples=streams,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(st.lists(operations, min_size=CALLS_A_STREAM, max_size=CALLS_A_STREAM))
+    def calls(drawn: list[tuple[Any, ...]]) -> None:
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            driver = Driver(KINDS[kind], Path(folder), tally)
+            for operation in drawn:
+                note(str(operation))
+                driver.do(operation)
+
+    calls()
+    made = sum(tally[name] for name in ARGUMENTS)
+    assert made * len(KINDS) >= CALLS
+    assert tally["accepted"] > made / 5
+    assert tally["refused"] > made / 10
+    assert tally["reload"] > made / 50
+    assert tally["ended"] > 7 or KINDS[kind].settings.get("task_free")
