@@ -156,10 +156,10 @@ def test_a_label_far_above_the_others_makes_room_for_all_below_it() -> None:
 
 
 def test_a_class_that_appears_is_learnt() -> None:
-    learner = learner_of("er", reference_batch=10)
+    learner = learner_of("mega-1")
     for classes in (2, 3, 4):
         for number in range(100):
-            learner.observe(*batch(100 * classes + number, classes))
+            learner.observe(*batch(1000 * classes + number, classes))
         learner.end_task()
     x, y = batch(7, 4, 200)
     answers = learner.predict(x)

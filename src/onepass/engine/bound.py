@@ -67,10 +67,9 @@ class Bound(Fleet):
         self.theta = self.architecture.flatten(module)[None]
         self._bind()
         self._learning = self.theta[:, self.architecture.trainable]
-        self._rows: list[Tensor] = []  # workspaces for gradients
-        self._in_use: int | None = None
         self._pure = False  # may this step be replayed?
         self._first: Tensor | None = None  # the gradient of the first pass of a step
+        self._losses: list[Tensor] = []  # of its passes
 
     def _bind(self) -> None:
         """Make the module's parameters views of theta."""
@@ -149,24 +148,33 @@ class Bound(Fleet):
         training: bool = True,
         limit: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As a fleet's; what is not finite raises an error."""
-        self._passes = 1 if self._in_use is None else self._passes + 1
+        """As a fleet's; what is not finite raises an error, inside a step at its end."""
+        self._passes += 1
         module = self.architecture.module
         if training and not module.training:
             module.train()
-        if training and theta is None and loss is None and self._in_use is not None and self._may_replay(batch):
+        if training and theta is None and loss is None and self._may_replay(batch):
             row, value = self.gradients(Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers)
-            self._refuse_what_is_not_finite(float(value))
         else:
             row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
-        if self._passes == 1:
-            self._first, self.loss_before = row, float(value)
+        self._losses.append(value)
+        if self.tick is None:
+            self._refuse_what_is_not_finite(row)
+        elif self._passes == 1:
+            self._first = row
         elif self.measures and self._first is not None:
             self._measure(self._first[0], row[0])
         return row, value
 
     def _may_replay(self, batch: Batch) -> bool:
-        if batch.slots.shape[1] not in self.replays or batch.extra or self.keywords or self.autocast is not None or self.loss != self.cross_entropy:
+        if (
+            self.tick is None
+            or batch.slots.shape[1] not in self.replays
+            or batch.extra
+            or self.keywords
+            or self.autocast is not None
+            or self.loss != self.cross_entropy
+        ):
             return False
         if self._passes == 1:
             self._pure = pure(self._parts)
@@ -186,16 +194,14 @@ class Bound(Fleet):
             if not training:
                 around.enter_context(_evaluating(module))
             if not (training and update_buffers):
-                around.enter_context(_undone(module))
+                around.enter_context(self._undone())
             value = self.value(batch, loss)
             _scalar(value)
             trained = self._parameters[self.architecture.frozen :]
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
-        value = value.detach().to(self.theta.dtype).view(1)
-        self._refuse_what_is_not_finite(float(value))
-        row = self._workspace()
+        row = self.gradients.place(self.theta)
         self._flatten(gradients, row[0, self.trainable])
-        return row, value
+        return row, value.detach().to(self.theta.dtype).view(1)
 
     def _flatten(self, gradients: Sequence[Tensor | None], row: Tensor) -> None:
         if all(gradient is not None for gradient in gradients):
@@ -208,21 +214,28 @@ class Bound(Fleet):
             else:
                 place.copy_(gradient.reshape(-1))
 
-    def _refuse_what_is_not_finite(self, value: float) -> None:
-        if not math.isfinite(value):
-            where = "of this batch" if self._passes == 1 else "on the episodic memory"
-            raise InputError(f"the loss {where} is {value}: look at the batch, or take smaller steps; nothing was learnt")
+    def _refuse_what_is_not_finite(self, direction: Tensor) -> None:
+        """Raise unless the losses of all passes and a direction are finite. This is the one question that a step asks the device."""
+        # What is not finite in a gradient is not finite in the direction. One whose square overflows counts as infinite.
+        *losses, square = torch.cat([*self._losses, torch.dot(direction[0], direction[0])[None]]).tolist()
+        self._losses, self._passes, self.loss_before = [], 0, losses[0]
+        for number, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                where = "on the episodic memory" if number else "of this batch"
+                raise InputError(f"the loss {where} is {loss}: look at the batch, or take smaller steps; nothing was learnt")
+        if not math.isfinite(square):
+            raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
 
     def answer(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
         module = self.architecture.module
-        with torch.no_grad(), _evaluating(module), _undone(module):
+        with torch.no_grad(), _evaluating(module), self._undone():
             return self.call(batch)
 
     def loss_on(self, batch: Batch) -> float:
         """The loss of a batch in evaluation; changes nothing."""
         module = self.architecture.module
-        with torch.no_grad(), _evaluating(module), _undone(module):
+        with torch.no_grad(), _evaluating(module), self._undone():
             return float(self.value(batch, self.loss))
 
     def compete(self, slots: Slots) -> None:
@@ -231,7 +244,7 @@ class Bound(Fleet):
 
     def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
         module = self.architecture.module
-        with torch.no_grad(), self._at(theta, buffers), _evaluating(module), _undone(module), self.architecture.listening() as features:
+        with torch.no_grad(), self._at(theta, buffers), _evaluating(module), self._undone(), self.architecture.listening() as features:
             logits = self.call(batch)
         return Output(logits[None], (features[-1] if features else logits)[None])
 
@@ -241,8 +254,8 @@ class Bound(Fleet):
         if theta is None and buffers is None:
             yield
             return
-        before, module = self.theta.clone(), self.architecture.module
-        with _undone(module):
+        before = self.theta.clone()
+        with self._undone():
             try:
                 self.theta.copy_(before if theta is None else theta)
                 for name, buffer in self.buffers.items():
@@ -252,44 +265,42 @@ class Bound(Fleet):
             finally:
                 self.theta.copy_(before)
 
-    def _workspace(self) -> Tensor:
-        if self._in_use is None or self._in_use == len(self._rows):
-            fresh = torch.zeros_like(self.theta)
-            if self._in_use is None:
-                return fresh
-            self._rows.append(fresh)
-        self._in_use += 1
-        return self._rows[self._in_use - 1]
-
     @contextmanager
-    def _using_workspaces(self) -> Iterator[None]:
-        self._in_use = self._passes = 0
+    def _undone(self) -> Iterator[None]:
+        """Buffers are afterwards as they were before."""
+        before = _Buffers(self._parts)
         try:
-            with self.gradients.step():
-                yield
+            yield
         finally:
-            self._in_use = self._first = None
-
-    def workspace(self) -> AbstractContextManager[None]:
-        return self._using_workspaces()
+            before.restore()
 
     # ---- steps
 
+    @contextmanager
+    def _kept_if_refused(self) -> Iterator[None]:
+        """After an error, buffers are as they were before."""
+        before = _Buffers(self._parts)
+        try:
+            yield
+        except BaseException:
+            before.restore()
+            raise
+
     def learn(self, learner: Steps, batch: Batch) -> None:
         self.tick, self.cosine = self.number, math.nan
+        self._losses, self._passes = [], 0
         try:
-            with _kept(self.architecture.module), self._using_workspaces():
+            with self._kept_if_refused(), self.gradients.step():
                 direction = learner.direction(batch)
-                # What is not finite in a gradient is not finite here. One number asks the device one question.
-                if not math.isfinite(float(torch.dot(direction[0], direction[0]))):
-                    raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
+                self._refuse_what_is_not_finite(direction)
                 learner.accept()
                 before = self.theta.clone() if learner.wants_delta else None
                 self._apply(direction)
                 if before is not None:
                     learner.after_step(self.theta - before)
         finally:
-            self.tick = None
+            self.tick = self._first = None
+            self._losses, self._passes = [], 0
         self.number += 1
         self.step += 1
 
@@ -363,12 +374,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 class _Buffers:
     """The buffers of a module as they are now; `restore` brings them back, even those that were assigned anew."""
 
-    def __init__(self, module: nn.Module) -> None:
-        parts = [part._buffers for part in module.modules() if part._buffers]
-        self._places = [(owner, name, buffer) for owner in parts for name, buffer in owner.items() if buffer is not None]
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        owners = [part._buffers for part in parts if part._buffers]
+        self._places = [(owner, name, buffer) for owner in owners for name, buffer in owner.items() if buffer is not None]
         self._members: dict[torch.dtype, list[Tensor]] = {}
         for _, _, buffer in self._places:
             self._members.setdefault(buffer.dtype, []).append(buffer)
+        # One operation a kind: there are dozens of small buffers.
         self._copies = {kind: torch.cat([b.detach().reshape(-1) for b in buffers]) for kind, buffers in self._members.items()}
 
     def restore(self) -> None:
@@ -378,24 +390,3 @@ class _Buffers:
             copies = torch.split_with_sizes(self._copies[kind], [b.numel() for b in buffers])
             for buffer, copy in zip(buffers, copies, strict=True):
                 buffer.detach().copy_(copy.view(buffer.shape))
-
-
-@contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """After an error, buffers are as they were before."""
-    before = _Buffers(module)
-    try:
-        yield
-    except BaseException:
-        before.restore()
-        raise
-
-
-@contextmanager
-def _undone(module: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards as they were before."""
-    before = _Buffers(module)
-    try:
-        yield
-    finally:
-        before.restore()

@@ -144,6 +144,14 @@ class Gradients:
         finally:
             self._in_use = None
 
+    @property
+    def in_step(self) -> bool:
+        return self._in_use is not None
+
+    def place(self, theta: Tensor) -> Tensor:
+        """Room for one more gradient of a step, `[R, P]`: zero in the columns that are frozen."""
+        return self._workspace(theta).whole
+
     def _workspace(self, theta: Tensor) -> _Views:
         if self._in_use is None or self._in_use == len(self._workspaces):
             fresh = _Views(self.architecture).of(torch.zeros_like(theta))

@@ -1,7 +1,7 @@
 """Which modules are nothing but a function of tensors, so that a traced program may stand in for them.
 
 A program does what the module did when it was traced. That is right for every later pass only where no Python of somebody else's runs in
-the module: torch's own layers, one behind the other, without hooks, random numbers or buffers.
+the module: torch's own layers, one behind the other, without hooks, random numbers, buffers, or settings that somebody may change.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-_CONTAINERS = (nn.Sequential, nn.Flatten, nn.Unflatten, nn.Identity)
-_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Mish)
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d)
-PURE = frozenset(_CONTAINERS + _ACTIVATIONS + _LAYERS)
+PURE = frozenset({nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh})
 
 
 def pure(parts: Iterable[nn.Module]) -> bool:

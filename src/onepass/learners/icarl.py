@@ -128,7 +128,7 @@ class ICarl(Learner):
         """For every example what each output should be, and how much that matters: `[R, B, S]` each."""
         wanted = (batch.slots[..., None] == torch.arange(self.fleet.slots.count, device=self.fleet.device)).to(self.fleet.theta.dtype)
         if self.seen:
-            taught = self.fleet.forward(batch, theta=self.teacher, buffers=self._teacher_buffers).logits.sigmoid()
+            taught = self.fleet.forward(batch, theta=self.teacher, buffers=self._teacher_buffers).logits[..., : wanted.shape[-1]].sigmoid()
             wanted = torch.where(self._old > 0, taught, wanted)
         return {"wanted": wanted, "weight": (self._new + self._strength * self._old).expand_as(wanted)}
 
@@ -196,4 +196,5 @@ class ICarl(Learner):
 
 def distillation(logits: Tensor, _: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
     """The mean over examples of the weighted binary cross-entropies of their outputs."""
+    logits = logits[..., : extra["wanted"].shape[-1]]  # a network may have more outputs than there are classes
     return binary_cross_entropy_with_logits(logits, extra["wanted"], extra["weight"], reduction="sum") / len(logits)

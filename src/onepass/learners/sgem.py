@@ -53,9 +53,11 @@ class SGem(Rehearsal):
             g_ref, _ = self.fleet.grad(self.episodic.of(self.choose()), update_buffers=self.moves)
             g, violated = project(g, g_ref, out=g)
             self.violations += (violated & self.fleet.active)[:, 0]
-        self.number += 1
         self.episodic.observe(batch)
         return g
+
+    def accept(self) -> None:
+        self.number += 1
 
     def choose(self) -> list[int]:
         """A uniform past task for each run."""

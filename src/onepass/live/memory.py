@@ -145,14 +145,20 @@ class LiveMemory:
 
     # ---- what the wrapper calls
 
+    def prepare(self, batch: Batch) -> None:
+        """Make room for a batch before its step is taken: if there is none, this is the time to say so."""
+        if self.storage is None:
+            self._open(_values(batch))
+            assert self.storage is not None
+        needed = self._used + batch.slots.shape[1]
+        if needed > self.storage.rows and self._limit is None:
+            self.storage.reserve(needed + self.plan.per_task)
+
     def commit(self, labels: Sequence[int]) -> None:
         """The step was taken: offer the batch that the learner showed, example by example."""
         batch, self._pending = self._pending, None
         if batch is None:
             return
-        values = {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
-        if self.storage is None:
-            self._open(values)
         written: dict[int, int] = {}
         for place, label in enumerate(labels):
             row = self._place((self.task, 0 if self.policy == "reservoir" else label), self._luck_of_next())
@@ -160,9 +166,7 @@ class LiveMemory:
                 written[row] = place  # of several examples for one row the last one stays
         if written:
             assert self.storage is not None
-            if self._used > self.storage.rows:
-                self.storage.reserve(max(self._used, min(self._used + self.plan.per_task, self._limit or 1 << 62)))
-            self.storage.write(list(written), values, list(written.values()))
+            self.storage.write(list(written), _values(batch), list(written.values()))
 
     def discard(self) -> None:
         """The step was not taken."""
@@ -361,6 +365,10 @@ class LiveMemory:
         for row in state["visible"].tolist():
             self._show(row)
         self._coming = deque((int(step), int(row)) for step, row in state["coming"].tolist())
+
+
+def _values(batch: Batch) -> dict[str, Tensor]:
+    return {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
 
 
 def _batch(values: dict[str, Tensor]) -> Batch:

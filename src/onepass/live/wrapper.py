@@ -113,6 +113,11 @@ class OnePass:
             autocast=PRECISIONS[precision],
             head=self.head,
         )
+        self.examples: Examples | None = None  # what they look like, once there was one
+        self.outputs: int | None = None  # of the module, if it classifies
+        self.segment = 0  # how many tasks have ended
+        self.batches = 0  # since then
+        self.task: Name | None = None  # the name of the current task, if it has one
         columns = {name: torch.full_like(self.fleet.theta[:, :1], value) for name, value in self._columns.items()}
         self.memory = None
         if learner_type.needs_memory:
@@ -120,11 +125,6 @@ class OnePass:
             self.memory = LiveMemory(self.fleet, self.plan, policy, task_free, self._classes_now)
         # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
         self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
-        self.examples: Examples | None = None  # what they look like, once there was one
-        self.outputs: int | None = None  # of the module, if it classifies
-        self.segment = 0  # how many tasks have ended
-        self.batches = 0  # since then
-        self.task: Name | None = None  # the name of the current task, if it has one
         self._sample: list[Tensor] = []  # some inputs, to export with
         self._watch = Watch(self, [watch] if callable(watch) else list(watch), watch_every)
         self._autosave, self._autosave_every = None if autosave is None else Path(autosave), autosave_every
@@ -168,6 +168,9 @@ class OnePass:
         return {batch, reference, batch + reference, self.plan.per_task}
 
     def _learn(self, batch: Batch, labels: list[int]) -> None:
+        counted = None if self.learner.violations is None else self.learner.violations.clone()
+        if self.memory is not None:
+            self.memory.prepare(batch)
         try:
             self.fleet.learn(self.learner, batch)
         except (InputError, torch.OutOfMemoryError):
@@ -177,7 +180,9 @@ class OnePass:
         else:
             if self.memory is not None:
                 self.memory.commit(labels)
+            counted = self.learner.violations
         finally:
+            self.learner.violations = counted
             if self.memory is not None:
                 self.memory.discard()
 
@@ -226,13 +231,12 @@ class OnePass:
         scores = self.scores(x, task)
         if not self.classifies:
             return scores
-        if bool(scores.isnan().any()):
-            raise InputError(f"{self.method} has no answer before a task has ended: call end_task() first")
         allowed = self._tasks.get(task) if task is not None else None
-        if allowed is None:
-            return scores.argmax(-1)
-        chosen = torch.tensor(allowed, device=scores.device)
-        return chosen[scores[..., chosen].argmax(-1)]
+        chosen = torch.tensor(range(scores.shape[1]) if allowed is None else allowed, device=scores.device)
+        scores = scores[:, chosen]
+        if bool(scores.isnan().all(1).any()):
+            raise InputError(f"{self.method} has no answer before the task has ended: call end_task() first")
+        return chosen[scores.nan_to_num(nan=-torch.inf).argmax(-1)]
 
     def scores(self, x: X, task: Name | None = None) -> Tensor:
         """What the method answers with: an output a class, higher for likelier ones (or the module's outputs); changes nothing."""

@@ -1,0 +1,392 @@
+"""What a report says is true, and watching changes nothing in what is learnt."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from onepass import InputError, LiveView, Memory, OnePass, TensorBoard
+from onepass.learners import METHODS
+from toys import FEATURES, Dropped, Normed, small_net
+
+CLASSES = 4
+KEYS = ["step", "task", "loss", "accuracy", "forgetting", "violations", "cosine", "memory", "memory_bytes", "milliseconds"]
+LIVE = [name for name, found in METHODS.items() if not found.joined and not found.learner.own_network]
+Report = dict[str, Any]
+
+
+def stream(batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Batches whose classes can be learnt: one feature is large for each."""
+    generator = torch.Generator().manual_seed(seed)
+    data = []
+    for _ in range(batches):
+        y = torch.randint(classes.start, classes.stop, (size,), generator=generator)
+        x = torch.randn(size, FEATURES, generator=generator) + 2 * nn.functional.one_hot(y, FEATURES)
+        data.append((x, y))
+    return data
+
+
+def gradient(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    twin = copy.deepcopy(module).train()
+    found = torch.autograd.grad(cross_entropy(twin(x), y), list(twin.parameters()))
+    return torch.cat([g.reshape(-1) for g in found])
+
+
+def remembered(learner: OnePass, group: int) -> tuple[Tensor, Tensor]:
+    assert learner.memory is not None
+    batch = learner.memory.take(torch.tensor(learner.memory.groups()[group]))
+    return batch.x[0], batch.slots[0]
+
+
+def right(module: nn.Module, x: Tensor, y: Tensor) -> float:
+    return (copy.deepcopy(module).eval()(x).argmax(1) == y).float().mean().item()
+
+
+# ---- reports
+
+
+def test_reports_come_every_so_many_batches_to_everybody() -> None:
+    one: list[Report] = []
+    other: list[Report] = []
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=[one.append, other.append], watch_every=4)
+    for x, y in stream(11):
+        learner.observe(x, y)
+    assert [report["step"] for report in one] == [4, 8]
+    assert one == other
+    for report in [*one, learner.report(), OnePass(small_net(), "van", learning_rate=0.1).report()]:
+        assert list(report) == KEYS
+
+
+def test_a_report_of_nothing_says_nothing() -> None:
+    report = OnePass(small_net(), learning_rate=0.1).report()
+    empty = dict.fromkeys(KEYS) | {"step": 0, "task": 0, "violations": 0, "memory": {}, "memory_bytes": 0}
+    assert report == empty
+    assert OnePass(small_net(), "van", learning_rate=0.1).report() == empty | {"violations": None}
+
+
+@pytest.mark.parametrize("method", ["van", "a-gem", "pi"])
+@pytest.mark.parametrize("build", [Normed, small_net, Dropped], ids=lambda b: b.__name__)
+def test_loss_and_accuracy_are_those_before_learning(build: Callable[[], nn.Module], method: str) -> None:
+    module = build()
+    reports: list[Report] = []
+    learner = OnePass(module, method, learning_rate=0.1, watch=reports.append, watch_every=3)
+    losses, shares, counts = [], [], []
+    for (x, y), n in zip(stream(9), [8, 3, 8, 5, 8, 8, 2, 8, 7], strict=True):
+        shares.append(right(module, x[:n], y[:n]) * n)
+        losses.append(learner.observe(x[:n], y[:n]))
+        counts.append(n)
+    for k, report in enumerate(reports):
+        part = slice(3 * k, 3 * k + 3)
+        assert report["loss"] == pytest.approx(sum(losses[part]) / 3)
+        assert report["accuracy"] == pytest.approx(sum(shares[part]) / sum(counts[part]))
+    assert len(reports) == 3
+    assert reports[-1]["accuracy"] > 0
+
+
+def test_the_accuracy_of_a_task_with_a_head_is_that_among_its_classes() -> None:
+    module = small_net(CLASSES)
+    with torch.no_grad():
+        module[2].bias[:2] += 10  # type: ignore[index]
+    reports: list[Report] = []
+    learner = OnePass(module, learning_rate=0.1, tasks=[[0, 1], [2, 3]], watch=reports.append, watch_every=1)
+    for x, y in stream(5, classes=range(2, 4)):
+        expected = right(nn.Sequential(copy.deepcopy(module), nn.ZeroPad1d((-2, 0))), x, y - 2)
+        learner.observe(x, y, task=1)
+        assert reports[-1]["accuracy"] == pytest.approx(expected)
+    assert any(report["accuracy"] > 0 for report in reports)
+
+
+@pytest.mark.parametrize("method", ["a-gem", "mega-1", "mega-2", "s-gem"])
+def test_the_cosine_is_that_between_gradient_and_reference_gradient(method: str) -> None:
+    module = small_net(CLASSES)
+    reports: list[Report] = []
+    learner = OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=1)
+    for x, y in stream():
+        learner.observe(x, y)
+    assert all(report["cosine"] is None for report in reports)
+    learner.end_task()
+    for x, y in stream(6, seed=1):
+        expected = torch.cosine_similarity(gradient(module, x, 3 - y), gradient(module, *remembered(learner, 0)), dim=0)
+        learner.observe(x, 3 - y)
+        assert reports[-1]["cosine"] == pytest.approx(float(expected), abs=1e-4)
+    assert min(report["cosine"] for report in reports[6:]) < 0
+
+
+def test_the_cosine_is_the_smallest_where_there_are_several() -> None:
+    module = small_net(CLASSES)
+    reports: list[Report] = []
+    learner = OnePass(module, "gem", learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=1)
+    for task in range(3):
+        for x, y in stream(4, seed=task):
+            y = (y + task) % CLASSES
+            past = [gradient(module, *remembered(learner, k)) for k in range(task)]
+            expected = [float(torch.cosine_similarity(gradient(module, x, y), g, dim=0)) for g in past]
+            learner.observe(x, y)
+            assert reports[-1]["cosine"] == (pytest.approx(min(expected), abs=1e-4) if expected else None)
+        learner.end_task()
+
+
+def test_every_report_has_the_cosine_of_its_own_step() -> None:
+    module = small_net(CLASSES)
+    reports: list[Report] = []
+    learner = OnePass(module, learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=5)
+    for x, y in stream(7):
+        learner.observe(x, y)
+    learner.end_task()
+    expected = {}
+    for x, y in stream(8, seed=1):
+        g, reference = gradient(module, x, y), gradient(module, *remembered(learner, 0))
+        learner.observe(x, y)
+        expected[learner.steps] = float(torch.cosine_similarity(g, reference, dim=0))
+    assert [report["cosine"] for report in reports] == [None, pytest.approx(expected[10], abs=1e-4), pytest.approx(expected[15], abs=1e-4)]
+
+
+def test_a_loaded_learner_reports_as_the_saved_one_would_have(tmp_path: Path) -> None:
+    module = small_net(CLASSES)
+    here: list[Report] = []
+    there: list[Report] = []
+    learner = OnePass(module, learning_rate=0.1, watch=here.append, watch_every=5)
+    for x, y in stream(7):
+        learner.observe(x, y)
+    learner.end_task()
+    for x, y in stream(2, seed=1):
+        learner.observe(x, y)
+    learner.save(tmp_path / "saved")
+    loaded = OnePass.load(tmp_path / "saved", small_net(CLASSES), watch=there.append, watch_every=5)
+    x, y = stream(1, seed=2)[0]
+    learner.observe(x, y)
+    loaded.observe(x, y)
+    for key in ("step", "task", "forgetting", "violations", "cosine", "memory"):
+        assert there[-1][key] == here[-1][key]
+
+
+def test_nothing_is_forgotten_right_after_a_task_and_damage_is_seen() -> None:
+    module = small_net(CLASSES)
+    learner = OnePass(module, learning_rate=0.3, watch=lambda _: None)
+    for task in range(2):
+        assert (learner.report()["forgetting"] is None) == (task == 0)
+        for x, y in stream(40, seed=task):
+            learner.observe(x, y)
+        learner.end_task()
+    assert learner.report()["forgetting"] == pytest.approx(0, abs=0.05)
+    best = [max(learner._watch.best[k], right(module, *remembered(learner, k))) for k in range(2)]
+    assert min(best) > 0.8
+    with torch.no_grad():
+        module[2].weight.neg_()  # type: ignore[index,operator]
+    now = [right(module, *remembered(learner, k)) for k in range(2)]
+    assert learner.report()["forgetting"] == pytest.approx(sum(best) / 2 - sum(now) / 2)
+    assert learner.report()["forgetting"] > 0.5
+    with torch.no_grad():
+        module[2].weight.neg_()  # type: ignore[index,operator]
+    assert learner.report()["forgetting"] == pytest.approx(0, abs=0.05)
+
+
+def test_a_first_task_that_has_just_ended_is_not_forgotten() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=lambda _: None)
+    for x, y in stream():
+        learner.observe(x, y)
+    learner.end_task()
+    assert learner.report()["forgetting"] == 0
+
+
+def test_without_tasks_forgetting_is_by_class() -> None:
+    module = small_net(CLASSES)
+    learner = OnePass(module, learning_rate=0.3, task_free=True, memory=Memory(examples=40, recent=3))
+    for x, y in stream(40):
+        learner.observe(x, y)
+    assert learner.report()["forgetting"] == 0
+    best = [right(module, *remembered(learner, c)) for c in range(CLASSES)]
+    with torch.no_grad():
+        module[2].bias[1] += 100  # type: ignore[index,operator]
+    assert learner.report()["forgetting"] == pytest.approx((sum(best) - best[1]) / CLASSES, abs=1e-6)
+
+
+def test_forgetting_of_a_loss_of_ones_own_is_how_much_it_rose() -> None:
+    module = nn.Linear(FEATURES, 2)
+    learner = OnePass(module, learning_rate=0.1, loss=mse_loss, watch=lambda _: None)
+    for x, _ in stream(30):
+        learner.observe(x, x[:, :2])
+    learner.end_task()
+    assert learner.report()["forgetting"] == 0
+    assert learner.memory is not None
+    kept = learner.memory.take(torch.tensor(learner.memory.groups()[0]))
+    before = mse_loss(module(kept.x[0]), kept.extra["target"][0]).item()
+    with torch.no_grad():
+        module.bias.add_(1)
+    after = mse_loss(module(kept.x[0]), kept.extra["target"][0]).item()
+    report = learner.report()
+    assert report["forgetting"] == pytest.approx(after - before, rel=1e-4)
+    assert report["forgetting"] > 0.5
+    assert report["accuracy"] is None
+
+
+def test_the_memory_is_counted_by_task() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, memory=Memory(per_task=12))
+    for task, batches in enumerate((1, 3, 2)):
+        for x, y in stream(batches, seed=task):
+            learner.observe(x, y)
+        learner.end_task()
+    report = learner.report()
+    assert learner.memory is not None
+    assert report["memory"] == {0: 8, 1: 12, 2: 12}
+    assert report["memory_bytes"] == learner.memory.nbytes >= 32 * (FEATURES * 4 + 8)
+
+
+@pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
+def test_without_tasks_the_memory_is_counted_by_class(policy: Any) -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, task_free=True, memory=Memory(examples=1000, policy=policy))
+    data = stream()
+    for x, y in data:
+        learner.observe(x, y)
+    labels = torch.cat([y for _, y in data])
+    assert learner.report()["memory"] == {c: int((labels == c).sum()) for c in range(CLASSES)}
+
+
+def test_violations_are_those_of_the_learner() -> None:
+    reports: list[Report] = []
+    learner = OnePass(small_net(CLASSES), learning_rate=0.3, watch=reports.append, watch_every=1)
+    for x, y in stream(20):
+        learner.observe(x, y)
+    learner.end_task()
+    for x, y in stream(20, seed=1):
+        learner.observe(x, 3 - y)
+    assert [report["violations"] for report in reports[:21]] == [0] * 20 + [reports[20]["violations"]]
+    assert sum(report["cosine"] < 0 for report in reports[20:]) == learner.violations == reports[-1]["violations"] > 0
+
+
+def test_a_refused_batch_does_not_change_the_report() -> None:
+    learner = OnePass(Normed(), learning_rate=0.1, watch=lambda _: None, watch_every=1)
+    for x, y in stream():
+        learner.observe(x, y)
+    learner.end_task()
+    for x, y in stream(seed=1):
+        learner.observe(x, y)
+    learner.module.fc.register_forward_hook(lambda module, _, outputs: outputs * torch.nan if module.training else outputs)  # type: ignore[union-attr,operator]
+    before = learner.report()
+    assert before["cosine"] is not None
+    with pytest.raises(InputError):
+        learner.observe(x, y)
+    assert learner.report() == before
+
+
+def test_an_error_of_somebody_who_watches_is_theirs_and_the_batch_was_learnt() -> None:
+    def careless(_: Report) -> None:
+        raise LookupError("of my own")
+
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=careless, watch_every=2)
+    x, y = stream()[0]
+    learner.observe(x, y)
+    with pytest.raises(LookupError, match="of my own"):
+        learner.observe(x, y)
+    learner.observe(x, y)
+    assert (learner.steps, learner.batches) == (3, 3)
+    assert learner.memory is not None
+    assert learner.memory.size == 24
+
+
+# ---- watching changes nothing
+
+
+@pytest.mark.parametrize("method", LIVE)
+@pytest.mark.parametrize("build", [Normed, Dropped, small_net], ids=lambda b: b.__name__)
+def test_watching_changes_nothing_in_what_is_learnt(build: Callable[[], nn.Module], method: str) -> None:
+    watched, alone = build(), build()
+    alone.load_state_dict(watched.state_dict())
+    reports: list[Report] = []
+    tasks = {"tasks": [[0, 1], range(2, 8)]} if method == "icarl" else {}
+    learner = OnePass(watched, method, learning_rate=0.1, watch=reports.append, watch_every=2, **tasks)
+    other = OnePass(alone, method, learning_rate=0.1, **tasks)
+    luck = torch.get_rng_state()
+    for task in range(2):
+        data = stream(5, seed=task, classes=range(2 * task, 2 * task + 2))
+        for x, y in data:
+            assert learner.observe(x, y) == other.observe(x, y)
+            learner.report()
+        for one in (learner, other):
+            one.end_task(again=data if one.learner.needs_review else None)
+    assert torch.equal(luck, torch.get_rng_state())
+    assert len(reports) == 5
+    mine, its = watched.state_dict(), alone.state_dict()
+    assert all(torch.equal(mine[name], its[name]) for name in mine)
+    assert learner.violations == other.violations
+
+
+# ---- TensorBoard and the live view
+
+
+def test_tensorboard_is_given_every_number(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reports: list[Report] = []
+    board = TensorBoard(tmp_path / "events")
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=[board, reports.append], watch_every=2)
+    for task in range(2):
+        for x, y in stream(seed=task):
+            learner.observe(x, y)
+        learner.end_task()
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory"} | {"memory/0", "memory/1"}
+    for tag in ("task", "loss", "accuracy", "violations", "memory_bytes", "milliseconds"):
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert found == [(report["step"], pytest.approx(report[tag])) for report in reports]
+    for tag in ("cosine", "forgetting"):
+        known = [(report["step"], pytest.approx(report[tag])) for report in reports if report[tag] is not None]
+        assert known
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == known
+    assert [event.value for event in events.Scalars("memory/1")] == [report["memory"][1] for report in reports if 1 in report["memory"]]
+
+
+def test_tensorboard_without_its_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match=r"tensorboard: install onepass\[track\]") as caught:
+        TensorBoard(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=150, height=40)
+    reports: list[Report] = []
+    with LiveView(console, rows=3) as view:
+        learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=[view, reports.append], watch_every=2)
+        for task in range(2):
+            for x, y in stream(10, seed=task):
+                learner.observe(x, y)
+            learner.end_task()
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "\x1b[?25l" in shown  # the cursor goes,
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # and comes back
+    last = shown[shown.rindex("┏") :]
+    for name in KEYS:
+        assert (name.replace("_", " ") in last) == (name != "memory" or "memory bytes" in last)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in last.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == [str(report["step"]) for report in reports[-3:]]
+    assert [row[2] for row in rows] == [f"{report['loss']:.3g}" for report in reports[-3:]]
+
+
+def test_the_live_view_gives_the_screen_back_after_an_error() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+
+    def interrupted() -> None:
+        with LiveView(console) as view:
+            view({"step": 1, "loss": None, "accuracy": 0.25})
+            raise RuntimeError("of the stream")
+
+    with pytest.raises(RuntimeError, match="of the stream"):
+        interrupted()
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert "–" in shown
+    assert "0.25" in shown
