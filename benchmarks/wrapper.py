@@ -5,8 +5,8 @@
 For a small fully connected net (784-256-256-10), a ResNet-18 (11 million parameters, 32×32 images) and a transformer encoder (4 layers,
 width 128, 32 tokens): batch 10 and the reference batch in the table, out of a memory twice as large. The plain steps are those of a plain
 loop with `torch.optim.SGD`; both are measured in turns in one run, and the ratio is the median of the rounds' ratios. The last columns are
-bytes: the peak of a step of `OnePass` minus the peak of a plain step, beside the paper's formula for that difference, `P + M·H`, with `P` the
-parameters, `M` the reference batch and `H` what a forward pass keeps an example (measured, the example itself included).
+megabytes: the peak of a step of `OnePass` minus the peak of a plain step, beside the paper's formula for that difference, `P + M·H`: `P` the
+parameters, `M` the reference batch, and `H` what one more example in its batch costs a plain step (measured), plus the example itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onepass.models.mlp import mlp
 from onepass.models.resnet import ResNet
 
 BATCH, CLASSES = 10, 10
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class Encoder(nn.Module):
@@ -73,8 +73,8 @@ def plain_step(module: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
-def agem_step(module: nn.Module, x: Tensor, y: Tensor, past: tuple[Tensor, Tensor], reference: int) -> Step:
-    """A step with a memory of two past tasks, each as large as the reference batch."""
+def agem(module: nn.Module, past: tuple[Tensor, Tensor], reference: int) -> OnePass:
+    """A learner with a memory of two past tasks, each as large as the reference batch."""
     learner = OnePass(module, "a-gem", learning_rate=0.001, memory=Memory(per_task=reference), reference_batch=reference)
     for task in range(2):
         for start in range(task * reference, (task + 1) * reference, BATCH):
@@ -82,11 +82,7 @@ def agem_step(module: nn.Module, x: Tensor, y: Tensor, past: tuple[Tensor, Tenso
             if rows.stop - rows.start > 1:  # batch-norm cannot take one
                 learner.observe(past[0][rows], past[1][rows])
         learner.end_task()
-
-    def step() -> None:
-        learner.observe(x, y)
-
-    return step
+    return learner
 
 
 def seconds(step: Step, count: int, device: str) -> float:
@@ -98,95 +94,61 @@ def seconds(step: Step, count: int, device: str) -> float:
     return (time.perf_counter() - began) / count
 
 
-def peak(step: Step, device: str) -> int:
-    """Bytes at the worst moment of a step, beyond what there was before any module was built."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    now = most = 0
-    for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
-def kept(module: nn.Module, x: Tensor, y: Tensor, device: str) -> int:
-    """Bytes that a forward pass keeps for the backward pass, parameters and the examples themselves aside."""
-    sizes: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in [*module.parameters(), x]}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = cross_entropy(module(x), y)
-    del loss
-    return sum(sizes.values())
-
-
 def measure(name: str, device: str, rounds: int) -> list[str]:
     build, on_cpu, on_gpu = MODELS[name]
     reference = on_gpu if device == "cuda" else on_cpu
     x, y = examples(name, BATCH, device)
     past = examples(name, 2 * reference, device)
-    twin, module = build().to(device), build().to(device)
-    steps = [
-        plain_step(twin, x, y),
-        plain_step(twin, past[0][:reference], past[1][:reference]),
-        agem_step(module, x, y, past, reference),
-    ]
+    twin = build().to(device)
+    learner = agem(build().to(device), past, reference)
+    steps = [plain_step(twin, x, y), plain_step(twin, past[0][:reference], past[1][:reference]), lambda: learner.observe(x, y)]
     for step in steps:
         seconds(step, 5, device)
     count = max(1, round(0.05 / seconds(steps[2], 3, device)))
     times = [[seconds(step, count, device) for step in steps] for _ in range(rounds)]
-    ratio = statistics.median(agem / (plain + again) for plain, again, agem in times)
-    plain, again, agem = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-    del steps, twin, module
-    extra, formula = memory(name, device, reference, x, y, past)
-    cells = [
-        f"{plain:.2f}",
-        f"{again:.2f}",
-        f"{agem:.2f}",
-        f"{ratio:.2f}",
-        f"{extra / 2**20:.1f}",
-        f"{formula / 2**20:.1f}",
-        f"{extra / formula:.2f}",
-    ]
-    return [name, str(reference), *cells]
+    ratio = statistics.median(ours / (plain + again) for plain, again, ours in times)
+    milliseconds = [f"{1000 * statistics.median(column):.2f}" for column in zip(*times, strict=True)]
+    extra, formula = memory(build, device, reference, (x, y), past)
+    return [name, str(reference), *milliseconds, f"{ratio:.2f}", f"{extra / 2**20:.1f}", f"{formula / 2**20:.1f}", f"{extra / formula:.2f}"]
 
 
-def memory(name: str, device: str, reference: int, x: Tensor, y: Tensor, past: tuple[Tensor, Tensor]) -> tuple[int, int]:
-    """Extra bytes of an A-GEM step over a plain step, and the paper's formula for them."""
-    build = MODELS[name][0]
+def memory(build: Callable[[], nn.Module], device: str, reference: int, batch: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor]) -> tuple[int, int]:
+    """Extra bytes of an A-GEM step over a plain step, the examples in the memory aside, and the paper's formula for them."""
     module = build().to(device)
     parameters = sum(p.nbytes for p in module.parameters())
-    batch = past[0][:reference], past[1][:reference]
-    formula = parameters + kept(module, *batch, device) + batch[0].nbytes
+    once, twice = (peak(plain_step(module, past[0][: n * reference], past[1][: n * reference]), module, device) for n in (1, 2))
+    hidden = twice - once  # M·H: what a plain step needs more for so many more examples
+    plain = peak(plain_step(module, *batch), module, device)
+    learner = agem(module, past, reference)
+    agem_peak = peak(lambda: learner.observe(*batch), module, device)
+    if device == "cpu":  # a profiler sees what a step takes, and not the gradients that stay between steps
+        agem_peak += sum(views.whole.nbytes for views in learner.fleet.gradients._workspaces)
+    else:
+        assert learner.memory is not None
+        assert learner.memory.storage is not None
+        agem_peak -= learner.memory.storage.nbytes
+    return agem_peak - plain, parameters + hidden + past[0][:reference].nbytes
 
-    def persistent() -> int:
-        return torch.cuda.memory_allocated() if device == "cuda" else 0
 
-    plain = plain_step(module, x, y)
-    plain()
-    module.zero_grad()  # as a plain loop does before its next step
-    base = persistent()
-    worst_plain = peak(plain, device) - base
-    learner_module = build().to(device)
-    agem = agem_step(learner_module, x, y, past, reference)
-    for _ in range(3):
-        agem()
-    before = persistent()
-    worst = peak(agem, device) - before
-    # What stays between steps: the gradient and the reference gradient. Examples are the memory's, counted in its own budget.
-    rows = 2 * parameters
-    return rows + worst - worst_plain, formula
+def peak(step: Step, module: nn.Module, device: str) -> int:
+    """Bytes at the worst moment of a step: all there are on a GPU, those that the step itself takes on a CPU."""
+    step()
+    module.zero_grad()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        most = torch.cuda.max_memory_allocated()
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            step()
+        now = most = 0
+        for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                most = max(most, now)
+    module.zero_grad()
+    return most
 
 
 def main() -> None:

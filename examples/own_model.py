@@ -15,6 +15,7 @@ from statistics import fmean, pstdev
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from onepass import Memory, OnePass
 
@@ -38,23 +39,23 @@ class Net(nn.Module):
 
 def learn(method: str, seed: int, tasks: int) -> tuple[float, float]:
     """Accuracy in % on the test images of the old tasks, and of the last one, after the stream."""
-    images, digits = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(digits)
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels, dtype=torch.float32), torch.tensor(digits)
     x = (x - x.mean()) / x.std()
     luck = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=luck)
     test, training = order[:TEST_IMAGES], order[TEST_IMAGES:]
-    pixels = [torch.randperm(64, generator=luck) for _ in range(tasks)]
+    wirings = [torch.randperm(64, generator=luck) for _ in range(tasks)]
 
     torch.manual_seed(seed)  # van and the other method begin with the same weights
     learner = OnePass(Net(), method, learning_rate=LEARNING_RATE, memory=Memory(per_task=250), seed=seed)
-    for wiring in pixels:
-        for rows in training[torch.randperm(len(training), generator=luck)].split(BATCH):
-            learner.observe(x[rows][:, wiring], y[rows])
+    for wiring in wirings:
+        for inputs, labels in DataLoader(TensorDataset(x[training][:, wiring], y[training]), BATCH, shuffle=True, generator=luck):
+            learner.observe(inputs, labels)
         learner.end_task()  # from now on the examples kept of this task are the past that must not get worse
 
     # `predict` is not told which task an image is from.
-    accuracy = [100 * (learner.predict(x[test][:, wiring]) == y[test]).double().mean().item() for wiring in pixels]
+    accuracy = [100 * (learner.predict(x[test][:, wiring]) == y[test]).double().mean().item() for wiring in wirings]
     return fmean(accuracy[:-1]), accuracy[-1]
 
 
@@ -73,10 +74,10 @@ def main(argv: list[str] | None = None) -> None:
 
     found = measure(["van", given.method], given.seeds, given.tasks)
     print(f"{given.tasks} orders of the pixels, {given.seeds} seeds, learning rate {LEARNING_RATE}: accuracy in %, mean ± standard deviation")
-    print(f"{'method':10}{'old tasks':>14}{'last task':>14}")
+    print(f"{'method':10}{'old tasks':>15}{'last task':>15}")
     for method, scores in found.items():
         old, last = zip(*scores, strict=True)
-        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):3.1f}{fmean(last):8.1f} ± {pstdev(last):3.1f}")
+        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}")
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
     print(f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old tasks than van")
 

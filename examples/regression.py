@@ -62,7 +62,7 @@ def learn(method: str, seed: int, regimes: int, rows: int) -> tuple[float, float
     learner = OnePass(model, method, loss=nn.functional.mse_loss, optimizer=adam, memory=Memory(per_task=250), seed=seed)
     stream = plant(seed, regimes, rows)
     for (readings, yields), _ in stream:
-        for x, y in zip(readings.split(BATCH), yields.split(BATCH), strict=True):
+        for x, y in zip(torch.split(readings, BATCH), torch.split(yields, BATCH), strict=True):
             learner.observe(x, y)
         learner.end_task()
     scores = [explained(learner.predict(x), y) for _, (x, y) in stream]
@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> None:
 
     found = measure(["van", given.method], given.seeds, given.regimes, given.rows)
     print(f"{given.regimes} regimes, {given.seeds} seeds, Adam at {LEARNING_RATE}: R² in %, mean ± standard deviation")
-    print(f"{'method':10}{'old regimes':>14}{'last regime':>14}")
+    print(f"{'method':10}{'old regimes':>15}{'last regime':>15}")
     for method, scores in found.items():
         old, last = zip(*scores, strict=True)
-        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):3.1f}{fmean(last):8.1f} ± {pstdev(last):3.1f}")
+        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}")
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
     print(f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old regimes than van")
 

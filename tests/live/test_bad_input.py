@@ -618,9 +618,12 @@ def test_learning_inside_inference_mode_learns_or_is_refused() -> None:
 
 
 def test_a_step_that_would_leave_the_numbers_that_there_are_is_refused() -> None:
-    learner = OnePass(nn.Linear(FEATURES, CLASSES), "van", learning_rate=1e37)
+    module = nn.Linear(FEATURES, CLASSES)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    learner = OnePass(module, "van", optimizer=optimizer)
     x, y = batch()
-    learner.observe(x * 0, y)
+    learner.observe(x, y)
+    optimizer.param_groups[0]["lr"] = 1e38
     with refused(learner, "finite"):
         learner.observe(x * 1000, y)
 
@@ -711,7 +714,7 @@ def test_a_layer_that_cannot_grow_since_it_is_not_the_last_one_is_refused_and_no
     x, y = batch()
     learner.observe(x, y)
     with refused(learner):
-        learner.observe(x, y + 1)
+        learner.observe(x, y + 3)
     learner.observe(x, y)
 
 

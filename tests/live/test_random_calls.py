@@ -143,7 +143,7 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
         "flags": [p.requires_grad for p in module.parameters()],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
         "learner": ({name: t.clone() for name, t in learner.learner.state().items()}, learner.learner.counters()),
-        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters()),
+        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters(), dict(memory._quota)),
         "place": (learner.steps, learner.violations, learner.segment, learner.batches, learner.task, learner.outputs, learner.examples),
         "luck": torch.get_rng_state(),
     }
@@ -341,7 +341,7 @@ class Driver:
             for parameter, state in fleet.optimizer.state.items():
                 assert all(v.shape in (parameter.shape, ()) for v in state.values() if isinstance(v, Tensor))
         if learner.memory is not None:
-            check_memory(learner.memory, self.kind, self.steps)
+            check_memory(learner.memory, self.steps)
             self.check_contents(learner.memory)
 
     def check_contents(self, memory: LiveMemory) -> None:
@@ -361,7 +361,7 @@ class Driver:
             assert memory._group[row][1] in ((0,) if memory.policy == "reservoir" else (slot,))
 
 
-def check_memory(memory: LiveMemory, kind: Kind, steps: int) -> None:
+def check_memory(memory: LiveMemory, steps: int) -> None:
     """The lists of a memory fit together."""
     plan, rows = memory.plan, range(memory.size)
     assert len(memory._group) == len(memory._arrived) == memory.size
@@ -425,3 +425,16 @@ def test_whatever_is_called_model_memory_and_counters_fit_together(kind: str) ->
     assert tally["refused"] > made / 10
     assert tally["reload"] > made / 50
     assert tally["ended"] > 7 or KINDS[kind].settings.get("task_free")
+
+
+def test_a_memory_that_has_kept_nothing_yet_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    learner = OnePass(Net(), learning_rate=0.1, memory=Memory(per_task=1, policy="ring"))  # one place, and it is for class 0
+    x = torch.randn(4, FEATURES)
+    learner.observe(x, torch.tensor([1, 2, 3, 1]))
+    learner.save(tmp_path / "saved")
+    loaded = OnePass.load(tmp_path / "saved", Net())
+    for one in (learner, loaded):
+        one.observe(x, torch.tensor([1, 2, 3, 0]))
+        assert one.memory is not None
+        assert one.memory.size == 1
+        check_memory(one.memory, 2)

@@ -516,9 +516,11 @@ def test_a_header_that_lacks_something_or_has_something_else_is_refused(saved: P
     content = saved.read_bytes()
     about = about_in(content)
     for key in about:
-        for changed in ({name: value for name, value in about.items() if name != key}, about | {key: {}}, about | {key: [7]}, about | {key: "x"}):
-            saved.write_bytes(with_about(content, changed))
-            refusal(saved)
+        without = {name: value for name, value in about.items() if name != key}
+        for changed in (without, about | {key: {}}, about | {key: [7]}, about | {key: "x"}):
+            if changed != about:
+                saved.write_bytes(with_about(content, changed))
+                refusal(saved)
     for key in about["settings"]:
         saved.write_bytes(with_about(content, about | {"settings": {name: value for name, value in about["settings"].items() if name != key}}))
         refusal(saved)

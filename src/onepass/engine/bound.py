@@ -70,6 +70,7 @@ class Bound(Fleet):
         self._pure = False  # may this step be replayed?
         self._first: Tensor | None = None  # the gradient of the first pass of a step
         self._losses: list[Tensor] = []  # of its passes
+        self._idle: set[int] = set()  # trainable parameters that had no gradient in any of them
 
     def _bind(self) -> None:
         """Make the module's parameters views of theta."""
@@ -85,10 +86,9 @@ class Bound(Fleet):
         trained = dict(zip(map(id, self._parameters), (place >= self.architecture.frozen for place in range(len(self._parameters))), strict=True))
         self._parts = list(self.architecture.module.modules())
         self._owned = [
-            (part._parameters, name, parameter, parameter.data_ptr(), trained[id(parameter)])
+            (part._parameters, name, p, 0 if p is None else p.data_ptr(), p is not None and trained[id(p)])
             for part in self._parts
-            for name, parameter in part._parameters.items()
-            if parameter is not None
+            for name, p in part._parameters.items()
         ]
         self.gradients = Gradients(self.architecture, "looped", 1)
 
@@ -98,10 +98,11 @@ class Bound(Fleet):
 
     def intact(self) -> None:
         """Raise unless the module's parameters still are the views we made."""
-        if all(
-            owner.get(name) is parameter and parameter.data_ptr() == place and parameter.requires_grad == trained
+        same = self._parts == list(self.architecture.module.modules()) and len(self._owned) == sum(len(part._parameters) for part in self._parts)
+        if same and all(
+            owner.get(name) is parameter and (parameter is None or (parameter.data_ptr() == place and parameter.requires_grad == trained))
             for owner, name, parameter, place, trained in self._owned
-        ) and self._parts == list(self.architecture.module.modules()):
+        ):
             return
         wanted = zip(self.architecture.names, self._parameters, self._views, strict=True)
         found = dict(self.architecture.module.named_parameters())
@@ -154,10 +155,12 @@ class Bound(Fleet):
         if training and not module.training:
             module.train()
         if training and theta is None and loss is None and self._may_replay(batch):
+            self._idle = set()
             row, value = self.gradients(Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers)
         else:
             row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
-        self._losses.append(value)
+        # Infinity times nothing is not a number: what is not finite in a reference gradient, which a direction may not show, is in its loss.
+        self._losses.append(value if self._passes == 1 else value + 0 * _square(row))
         if self.tick is None:
             self._refuse_what_is_not_finite(row)
         elif self._passes == 1:
@@ -177,8 +180,11 @@ class Bound(Fleet):
         ):
             return False
         if self._passes == 1:
-            self._pure = pure(self._parts)
+            self._pure = self.is_pure()
         return self._pure
+
+    def is_pure(self) -> bool:
+        return pure(self._parts)
 
     def _measure(self, g: Tensor, g_ref: Tensor) -> None:
         product, square, square_ref = (float(torch.dot(a, b)) for a, b in ((g, g_ref), (g, g), (g_ref, g_ref)))
@@ -199,9 +205,12 @@ class Bound(Fleet):
             _scalar(value)
             trained = self._parameters[self.architecture.frozen :]
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
+            if training and all(gradient is None for gradient in gradients):
+                raise InputError("the loss does not depend on the module's trainable parameters: compute it from the outputs, without detach()")
         row = self.gradients.place(self.theta)
         self._flatten(gradients, row[0, self.trainable])
-        return row, value.detach().to(self.theta.dtype).view(1)
+        self._idle &= {number for number, gradient in enumerate(gradients) if gradient is None}
+        return row, value.detach().to(self.theta.dtype if self.theta.element_size() >= 4 else torch.float32).view(1)
 
     def _flatten(self, gradients: Sequence[Tensor | None], row: Tensor) -> None:
         if all(gradient is not None for gradient in gradients):
@@ -217,25 +226,27 @@ class Bound(Fleet):
     def _refuse_what_is_not_finite(self, direction: Tensor) -> None:
         """Raise unless the losses of all passes and a direction are finite. This is the one question that a step asks the device."""
         # What is not finite in a gradient is not finite in the direction. One whose square overflows counts as infinite.
-        *losses, square = torch.cat([*self._losses, torch.dot(direction[0], direction[0])[None]]).tolist()
+        *losses, square = torch.cat([*self._losses, _square(direction)]).tolist()
         self._losses, self._passes, self.loss_before = [], 0, losses[0]
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 where = "on the episodic memory" if number else "of this batch"
-                raise InputError(f"the loss {where} is {loss}: look at the batch, or take smaller steps; nothing was learnt")
+                raise InputError(
+                    f"the loss {'or its gradient ' if number else ''}{where} is {loss}: look at the batch, or take smaller steps; nothing was learnt"
+                )
         if not math.isfinite(square):
             raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
 
     def answer(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
         module = self.architecture.module
-        with torch.no_grad(), _evaluating(module), self._undone():
+        with torch.no_grad(), _evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
             return self.call(batch)
 
     def loss_on(self, batch: Batch) -> float:
         """The loss of a batch in evaluation; changes nothing."""
         module = self.architecture.module
-        with torch.no_grad(), _evaluating(module), self._undone():
+        with torch.no_grad(), _evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
             return float(self.value(batch, self.loss))
 
     def compete(self, slots: Slots) -> None:
@@ -244,9 +255,10 @@ class Bound(Fleet):
 
     def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
         module = self.architecture.module
-        with torch.no_grad(), self._at(theta, buffers), _evaluating(module), self._undone(), self.architecture.listening() as features:
+        luck = torch_seeded(self.seed, self.device)
+        with torch.no_grad(), self._at(theta, buffers), _evaluating(module), self._undone(), luck, self.architecture.listening() as features:
             logits = self.call(batch)
-        return Output(logits[None], (features[-1] if features else logits)[None])
+        return Output(logits[None].to(self.theta.dtype), (features[-1] if features else logits)[None].to(self.theta.dtype))
 
     @contextmanager
     def _at(self, theta: Tensor | None, buffers: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -276,21 +288,35 @@ class Bound(Fleet):
 
     # ---- steps
 
+    def marked(self) -> dict[str, Any]:
+        """Everything but the values of parameters and buffers, to go back to with `go_back`."""
+        return dict(vars(self))
+
+    def go_back(self, mark: Mapping[str, Any]) -> None:
+        vars(self).update(mark)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+
     @contextmanager
     def _kept_if_refused(self) -> Iterator[None]:
-        """After an error, buffers are as they were before."""
-        before = _Buffers(self._parts)
+        """After an error, buffers, modes and what was measured are as they were before."""
+        before, cosine = _Buffers(self._parts), self.cosine
+        modes = [] if self.architecture.module.training else [(part, part.training) for part in self._parts]
         try:
             yield
         except BaseException:
             before.restore()
+            self.cosine = cosine
+            for part, mode in modes:
+                part.training = mode
             raise
 
     def learn(self, learner: Steps, batch: Batch) -> None:
-        self.tick, self.cosine = self.number, math.nan
-        self._losses, self._passes = [], 0
+        self.tick, self._losses, self._passes = self.number, [], 0
+        self._idle = set(range(len(self._parameters) - self.architecture.frozen))
         try:
             with self._kept_if_refused(), self.gradients.step():
+                self.cosine = math.nan
                 direction = learner.direction(batch)
                 self._refuse_what_is_not_finite(direction)
                 learner.accept()
@@ -310,8 +336,9 @@ class Bound(Fleet):
             return
         places = self.architecture.views(direction[0])
         frozen = self.architecture.frozen
-        for parameter, place in zip(self._parameters[frozen:], places[frozen:], strict=True):
-            parameter.grad = place
+        for number, (parameter, place) in enumerate(zip(self._parameters[frozen:], places[frozen:], strict=True)):
+            # As in a plain loop, an optimizer passes over what had no gradient, unless the method pulls at it.
+            parameter.grad = place if number not in self._idle or bool(place.any()) else None
         try:
             self.optimizer.step()
         finally:
@@ -338,7 +365,7 @@ def _check(module: nn.Module) -> torch.device:
             raise InputError(f"parameter '{name}' has no shape yet: show the module one batch before you wrap it")
         if not parameter.is_floating_point():
             raise InputError(f"parameter '{name}' is {parameter.dtype}: parameters must be real floating-point numbers")
-        if parameter.numel() and not bool(parameter.isfinite().all()):
+        if parameter.numel() and not parameter.is_meta and not bool(parameter.isfinite().all()):
             raise InputError(f"parameter '{name}' is not finite: initialise the module before you wrap it")
     if not any(p.requires_grad and p.numel() for p in parameters.values()):
         raise InputError("the module has no trainable parameters: there is nothing to learn")
@@ -347,10 +374,17 @@ def _check(module: nn.Module) -> torch.device:
         raise InputError(
             f"the module mixes parameters of {' and '.join(sorted(map(str, kinds)))}: convert it to one of them; for mixed precision use precision="
         )
+    if any(p.is_meta for p in parameters.values()):
+        raise InputError("the module is on the meta device and has no values: move it to a real one with to_empty() and initialise it")
     places = {p.device for p in parameters.values()}
     if len(places) > 1:
         raise InputError(f"the module is spread over {' and '.join(sorted(map(str, places)))}: move it to one device")
     return places.pop()
+
+
+def _square(row: Tensor) -> Tensor:
+    whole = row[0] if row.element_size() >= 4 else row[0].float()  # the square of a half-precision number overflows early
+    return torch.dot(whole, whole)[None].to(row.dtype if row.element_size() >= 4 else torch.float32)
 
 
 def _scalar(value: object) -> None:

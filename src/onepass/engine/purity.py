@@ -22,6 +22,7 @@ def pure(parts: Iterable[nn.Module]) -> bool:
     return all(
         type(part) in PURE
         and part.training
+        and not getattr(part, "inplace", False)  # which may write into its inputs
         and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or "forward" in part.__dict__)
         for part in parts
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -74,6 +74,10 @@ class Learner(ABC):
     def scores(self, batch: Batch) -> Tensor:
         """Scores of all slots `[R, B, S]` for evaluation; changes nothing."""
         return self.fleet.forward(batch).logits
+
+    def marked(self) -> dict[str, Any]:
+        """All attributes as they are, to go back to: what is state is copied, since it may be changed in place."""
+        return {name: value.clone() if isinstance(value, Tensor) and name in self.keeps else value for name, value in vars(self).items()}
 
     def resize(self, before: int, carry: Carry) -> None:
         """The fleet's parameters were `before` many and are more now: what is sized like them is carried over, zero for what is new; a point

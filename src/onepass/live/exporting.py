@@ -20,13 +20,12 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
     if onnx and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InputError("exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export")
     check_writable(path)
-    twin = copy.deepcopy(module).eval()
     positional, named = ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
     batch = torch.export.Dim.DYNAMIC
     shapes = {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)
     try:
-        program = torch.export.export(twin, positional, named, dynamic_shapes=shapes)
-    except Exception as reason:  # whatever the exporter could not follow
+        program = torch.export.export(copy.deepcopy(module).eval(), positional, named, dynamic_shapes=shapes)
+    except Exception as reason:  # whatever cannot be copied, or the exporter could not follow
         raise InputError(f"torch.export cannot follow the module ({first_line(reason)}): nothing was written") from reason
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
@@ -38,3 +37,7 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
             write(path, temporary.read_bytes())
     except OSError as reason:
         raise cannot_write(path, reason) from None
+    except Exception as reason:
+        if isinstance(reason, InputError):
+            raise
+        raise InputError(f"the model cannot be written in this format ({first_line(reason)}): nothing was written") from reason

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from onepass.engine.bound import Bound
 from onepass.engine.fleet import Carry
@@ -16,43 +19,64 @@ def check_head(module: nn.Module, grow: bool | str) -> str:
     if not linear:
         raise InputError("the module has no nn.Linear layer that could grow: classes can only appear where the last layer is one")
     name = list(linear)[-1] if grow is True else str(grow)
+    if not isinstance(grow, (bool, str)):
+        raise InputError(f"grow must be True or the name of a layer, got {grow!r}")
     if name not in linear:
         raise InputError(f"the module has no nn.Linear layer '{name}' to grow: choose one of {', '.join(linear)}")
     head = linear[name]
+    if not all(p.requires_grad for p in head.parameters()) or set(dict(head.named_parameters())) - {"weight", "bias"}:
+        raise InputError(f"layer '{name}' is frozen or parametrised: only a plain, trainable nn.Linear layer can grow")
     others = [p for part_name, part in module.named_modules() if part_name != name for p in part.parameters(recurse=False)]
     if any(p is mine for p in others for mine in head.parameters()):
         raise InputError(f"layer '{name}' shares its weights with another one, which would grow too: untie them, or leave grow out")
-    if not all(p.requires_grad for p in head.parameters()) or set(dict(head.named_parameters())) - {"weight", "bias"}:
-        raise InputError(f"layer '{name}' is frozen or parametrised: only a plain, trainable nn.Linear layer can grow")
     return name
 
 
-def grow(fleet: Bound, name: str, outputs: int) -> Carry:
-    """Enlarge a linear layer in place: old outputs keep their values, new ones are initialised as torch would, from the run's seed.
+def grow(fleet: Bound, name: str, outputs: int) -> tuple[Carry, Callable[[], None]]:
+    """Enlarge a linear layer: old outputs keep their values, new ones are initialised as torch would, from the run's seed.
 
-    The module's parameters stay the same objects, so an optimizer goes on with them; its state of them is enlarged by zeros.
+    Its weight and bias become new parameters, since graphs that somebody holds remember the shapes of the old ones; an optimizer is given
+    them in the place of the old ones, with its state of them enlarged by zeros. Returns what carries a learner's tensors over, and what
+    undoes it all before a step is taken.
     """
     module = fleet.architecture.module
     head = module.get_submodule(name)
     assert isinstance(head, nn.Linear)
-    before = {parameter: parameter.shape for parameter in head.parameters()}
+    before, width, mark = dict(head._parameters), head.out_features, fleet.marked()
+    optimizer = fleet.optimizer
+    groups, state = ([list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)) if optimizer is not None else ([], {})
 
     def enlarged() -> nn.Module:
-        weight = head.weight
-        fresh = nn.Linear(head.in_features, outputs, head.bias is not None, device="cpu", dtype=weight.dtype).to(weight.device)
-        for parameter, new in zip(head.parameters(), fresh.parameters(), strict=True):
-            parameter.data = new.data
+        fresh = nn.Linear(head.in_features, outputs, head.bias is not None, device="cpu", dtype=head.weight.dtype).to(head.weight.device)
+        head.weight, head.bias = fresh.weight, fresh.bias
         head.out_features = outputs
         return module
 
+    def undo() -> None:
+        head._parameters.update(before)
+        head.out_features = width
+        fleet.go_back(mark)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+
     carry = fleet.rebuild(enlarged)
-    if fleet.optimizer is not None:
-        for parameter, shape in before.items():
-            state = fleet.optimizer.state.get(parameter, {})
-            for key, value in list(state.items()):
-                if isinstance(value, Tensor) and value.shape == shape:
-                    state[key] = _enlarged(value, parameter.shape)
-    return carry
+    if optimizer is not None:
+        for key, old in before.items():
+            if old is not None:
+                _replace(optimizer, old, head._parameters[key])
+    return carry, undo
+
+
+def _replace(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None) -> None:
+    assert new is not None
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    if old in optimizer.state:
+        state = optimizer.state.pop(old)
+        optimizer.state[new] = {k: _enlarged(v, new.shape) if isinstance(v, Tensor) and v.shape == old.shape else v for k, v in state.items()}
 
 
 def _enlarged(old: Tensor, shape: torch.Size) -> Tensor:

@@ -55,11 +55,13 @@ def read(value: object, name: str) -> Tensor:
     """A tensor that can be a batch."""
     if isinstance(value, np.ndarray):
         try:
-            value = torch.from_numpy(value)
+            value = torch.from_numpy(np.ascontiguousarray(value))
         except (TypeError, ValueError):
             raise InputError(f"{name} is an array of {value.dtype}: convert it to numbers that torch knows") from None
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor or a NumPy array, got {type(value).__name__}")
+    if value.is_meta:
+        raise InputError(f"{name} is on the meta device and has no values: give real ones")
     if value.layout != torch.strided or value.is_complex():
         raise InputError(f"{name} is {'complex' if value.is_complex() else 'sparse'}: convert it to a dense tensor of real numbers")
     if value.dim() == 0:
@@ -114,6 +116,8 @@ def _same_length(first: Tensor, other: Tensor, name: str, other_name: str) -> No
 
 def _finite(value: Tensor) -> bool:
     # A sum is one pass and cheap; only where it overflows is every value looked at.
+    if value.dtype.itemsize == 1:  # eight bits: torch cannot add them up
+        value = value.float()
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 

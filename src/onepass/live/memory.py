@@ -6,6 +6,7 @@ lie is the business of `storage`.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class LiveMemory:
         self._coming: deque[tuple[int, int]] = deque()  # without tasks: (step, row) of what is too recent
         self._number = 0  # examples of the current task, or of the stream
         self._pending: Batch | None = None
+        self._copy: dict[str, Tensor] = {}  # of the batch that is being learnt
         self._rows: Tensor | None = None  # `_visible` as a tensor
         self._in_order = False  # is it 0, 1, 2, …?
         self._ahead = Ahead(Source([fleet.seed], Purpose.REFERENCE))
@@ -117,18 +119,18 @@ class LiveMemory:
         for row in self._fresh:
             self._show(row)
         self._fresh = {}
+        self._members = {group: rows for group, rows in self._members.items() if rows}
+        self._seen = Counter()  # nothing of this task will pass by again
 
     def draw(self, count: int) -> Batch | None:
         """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
-        if self.task_free:
-            self._let_ripen()
         n = len(self._visible)
         if n < self.fleet.least:
             return None
         rows = self._visible_rows()
         if n > count:
             rows = rows[self._ahead.sample(torch.tensor([self.fleet.number]), self.fleet.number, [n], count)[0]]
-        elif self._in_order:  # nothing has to be gathered
+        elif self._in_order and self.fleet.is_pure():  # nothing has to be gathered, and nobody writes into it
             assert self.storage is not None
             return _batch(self.storage.first(n, self.fleet.device))
         return self.take(rows)
@@ -147,8 +149,9 @@ class LiveMemory:
 
     def prepare(self, batch: Batch) -> None:
         """Make room for a batch before its step is taken: if there is none, this is the time to say so."""
+        self._copy = {name: tensor.clone() for name, tensor in _values(batch).items()}  # a module may write into its inputs
         if self.storage is None:
-            self._open(_values(batch))
+            self._open(self._copy)
             assert self.storage is not None
         needed = self._used + batch.slots.shape[1]
         if needed > self.storage.rows and self._limit is None:
@@ -166,11 +169,13 @@ class LiveMemory:
                 written[row] = place  # of several examples for one row the last one stays
         if written:
             assert self.storage is not None
-            self.storage.write(list(written), _values(batch), list(written.values()))
+            self.storage.write(list(written), self._copy, list(written.values()))
+        if self.task_free:
+            self._let_ripen()
 
     def discard(self) -> None:
-        """The step was not taken."""
-        self._pending = None
+        """The step is over."""
+        self._pending, self._copy = None, {}
 
     def take(self, rows: Tensor) -> Batch:
         assert self.storage is not None
@@ -192,22 +197,34 @@ class LiveMemory:
 
     def counts(self) -> dict[int, int]:
         """Examples of every task; of every class, where there are no tasks."""
-        found: Counter[int] = Counter()
-        for group, rows in self._members.items():
-            found[group[1 if self.task_free else 0]] += len(rows)
-        return {key: count for key, count in sorted(found.items()) if count}
+        found = Counter(self._keys(list(range(self._used))))
+        return dict(sorted(found.items()))
 
     def groups(self) -> dict[int, list[int]]:
         """The visible rows of every past task; of every class, where there are no tasks."""
         found: dict[int, list[int]] = {}
-        for row in sorted(self._visible):
-            found.setdefault(self._group[row][1 if self.task_free else 0], []).append(row)
+        rows = sorted(self._visible)
+        for row, key in zip(rows, self._keys(rows), strict=True):
+            found.setdefault(key, []).append(row)
         return found
+
+    def _keys(self, rows: list[int]) -> list[int]:
+        """The task of some rows, or their class, where there are no tasks."""
+        if not self.task_free or self.storage is None:
+            return [self._group[row][0] for row in rows]
+        slots = self.storage.columns["slots"]
+        labels: list[int] = slots[torch.tensor(rows, dtype=torch.int64, device=slots.device)].tolist()
+        return labels
+
+    def marked(self) -> dict[str, Any]:
+        """All that it knows, to go back to before anything is committed."""
+        lists = {"_members": {group: list(rows) for group, rows in self._members.items()}}
+        return {name: copy.copy(value) if name.startswith("_") else value for name, value in vars(self).items()} | lists
 
     # ---- which example stays
 
     def _open(self, values: Mapping[str, Tensor]) -> None:
-        each = INDEX + sum(tensor[0].nbytes for tensor in values.values())
+        each = INDEX + sum(tensor.dtype.itemsize * tensor.shape[1:].numel() for tensor in values.values())
         limits = [n for n in (self.plan.examples, self.plan.bytes // each if self.plan.bytes else None) if n is not None]
         if not limits and self.task_free:
             limits = [TASK_FREE]
@@ -242,7 +259,7 @@ class LiveMemory:
             return self._new(group, luck)
         if quota == 0:
             return None
-        return self._replace(members, (seen - 1) % quota if self.policy == "ring" else int(luck * seen))
+        return self._replace(members, int(luck * seen))
 
     def _new(self, group: Group, luck: float) -> int | None:
         """A row of its own: an empty one, or that of a member of the largest group of the task that has most."""
@@ -266,10 +283,12 @@ class LiveMemory:
         return self._instead_of(self._members[largest], group, luck)
 
     def _replace(self, members: list[int], entry: int) -> int | None:
-        """Algorithm R: example n takes a uniform place among n, and stays if that is one of the members'."""
-        if entry >= len(members):
+        """Algorithm R: example n takes a uniform place among n, and stays if that is one of the members'. In a ring the oldest one goes."""
+        if entry >= len(members) and not (members and self.policy == "ring"):
             return None
-        row = members[entry]
+        row = members[entry] if self.policy != "ring" else members.pop(0)
+        if self.policy == "ring":
+            members.append(row)
         if self.task_free:
             self._hide(row)
             self._ripens(row)
@@ -277,8 +296,10 @@ class LiveMemory:
         return row
 
     def _instead_of(self, victims: list[int], group: Group, luck: float) -> int:
-        """A uniform one of them makes room."""
-        row = victims.pop(int(luck * len(victims)))
+        """A uniform one of them makes room; the oldest one of a ring."""
+        row = victims.pop(int(luck * len(victims)) if self.policy != "ring" else 0)
+        if not victims and self._group[row][0] != self.task:
+            del self._members[self._group[row]]
         self._hide(row)
         self._fresh.pop(row, None)
         self._group[row] = group
@@ -299,7 +320,7 @@ class LiveMemory:
         self._coming.append((self.fleet.number, row))
 
     def _let_ripen(self) -> None:
-        while self._coming and self._coming[0][0] < self.fleet.number - self.plan.recent:
+        while self._coming and self._coming[0][0] <= self.fleet.number - self.plan.recent:
             step, row = self._coming.popleft()
             if self._arrived[row] == step and row not in self._position:  # else another example lies there by now
                 self._show(row)
@@ -339,20 +360,21 @@ class LiveMemory:
 
     def counters(self) -> dict[str, Any]:
         groups = [[*group, len(rows), self._seen[group]] for group, rows in self._members.items()]
-        return {"task": self.task, "number": self._number, "groups": groups}
+        return {"task": self.task, "number": self._number, "groups": groups, "quota": [list(pair) for pair in self._quota.items()]}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Go on from a saved `state()` and `counters()`."""
         self.begin_task(counters["task"])
-        self._number = counters["number"]
+        self._number, self._quota = counters["number"], {int(label): int(share) for label, share in counters["quota"]}
         if not state:
             return
-        columns = {name.removeprefix("examples."): tensor for name, tensor in state.items() if name.startswith("examples.")}
+        columns = {name.removeprefix("examples."): state[name] for name in sorted(state) if name.startswith("examples.")}
         self._used = len(columns["slots"])
         self._open(columns)
         assert self.storage is not None
         self.storage.reserve(self._used)
-        self.storage.write(list(range(self._used)), columns, list(range(self._used)))
+        if self._used:
+            self.storage.write(list(range(self._used)), columns, list(range(self._used)))
         members = state["members"].tolist()
         self._members, self._seen, self._group = {}, Counter(), [(0, 0)] * self._used
         for task, label, count, seen in counters["groups"]:

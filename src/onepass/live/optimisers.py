@@ -45,12 +45,17 @@ def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
 
-def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+def check_saved(optimizer: Optimizer, about: Mapping[str, Any]) -> None:
+    """Raise unless what was saved fits an optimizer."""
     if type(optimizer).__name__ != about["kind"]:
         raise InputError(f"the file was saved with {about['kind']}, and this optimizer is {type(optimizer).__name__}: give one of the same kind")
     now = optimizer.state_dict()["param_groups"]
     if [len(group["params"]) for group in now] != [len(group["params"]) for group in about["groups"]]:
         raise InputError("the optimizer groups the module's parameters otherwise than the saved one: make it as it was")
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    now = optimizer.state_dict()["param_groups"]
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **about["numbers"]}.items():
         index, _, key = name.partition(".")

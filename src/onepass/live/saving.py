@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -18,12 +18,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from onepass.errors import InputError
-from onepass.files import canonical, write
+from onepass.files import canonical, digest, write
 from onepass.live.growth import check_head, grow
 from onepass.live.inputs import Examples
 from onepass.live.memory import Memory
-from onepass.live.optimisers import optimizer_state, restore_optimizer
+from onepass.live.optimisers import check_optimizer, check_saved, optimizer_state, restore_optimizer
 from onepass.live.wrapper import OnePass
+from onepass.streams.slots import Slots
 
 FORMAT = 1
 AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave", "autosave_every"}  # what a file cannot hold
@@ -42,7 +43,7 @@ def packed(owner: OnePass) -> bytes:
         "module": {name: p.detach() for name, p in [*owner.module.named_parameters(), *owner.module.named_buffers()]},
         "learner": owner.learner.state(),
         "memory": memory.state() if memory is not None else {},
-        "sample": {str(i): tensor for i, tensor in enumerate(owner._sample)},
+        "sample": {f"{i:03d}": tensor for i, tensor in enumerate(owner._sample)},
     }
     optimizer = None
     if fleet.optimizer is not None:
@@ -65,7 +66,8 @@ def packed(owner: OnePass) -> bytes:
         "best": [[group, score] for group, score in owner._watch.best.items()],
         "tensors": _digest(tensors),
     }
-    return safetensors.torch.save(tensors, metadata={"onepass": canonical(about)})
+    header = canonical(about)
+    return safetensors.torch.save(tensors, metadata={"onepass": header, "checksum": digest(header)})
 
 
 def settings(owner: OnePass) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def settings(owner: OnePass) -> dict[str, Any]:
         "learning_rate": None if owner.fleet.optimizer is not None else owner._rate,
         "tasks": [[name, list(classes)] for name, classes in owner._tasks.items()] or None,
         "task_free": owner.task_free,
-        "grow": owner.head or False,
+        "grow": False if owner.head is None else owner.head,
         "memory": plan | {"folder": None if plan["folder"] is None else str(plan["folder"])},
         "precision": owner._precision,
         "seed": owner._seed,
@@ -105,16 +107,18 @@ def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, A
     own, memory = was.pop("own"), Memory(**was.pop("memory"))
     tasks = dict(was.pop("tasks")) if was["tasks"] else was.pop("tasks")
     _fit(module, tensors, was["grow"])
+    if given.get("optimizer") is not None:
+        check_optimizer(given["optimizer"], module)
+        check_saved(given["optimizer"], about["optimizer"])
     owner = OnePass(module, tasks=tasks, memory=memory, **was, **own, **given)
     fleet = owner.fleet
-    if was["grow"] and about["outputs"] is not None:
-        size = fleet.theta.shape[1]
-        outputs = tensors[f"module.{was['grow']}.weight"].shape[0]
-        if module.get_submodule(was["grow"]).out_features != outputs:
-            owner.learner.resize(size, grow(fleet, was["grow"], outputs))
+    if owner.head is not None and about["outputs"] is not None:
+        size, width = fleet.theta.shape[1], cast(nn.Linear, module.get_submodule(owner.head)).out_features
+        if width != about["outputs"]:
+            owner.learner.resize(size, grow(fleet, owner.head, about["outputs"])[0])
     owner.outputs, owner.segment, owner.batches, owner.task = about["outputs"], about["segment"], about["batches"], about["task"]
     if owner.outputs is not None and not owner._tasks:
-        owner._grow(owner.outputs)
+        fleet.compete(Slots((tuple(range(owner.outputs)),)))
     with torch.no_grad():
         for name, own_tensor in [*module.named_parameters(), *module.named_buffers()]:
             own_tensor.copy_(tensors[f"module.{name}"])
@@ -134,13 +138,18 @@ def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, A
 
 def _fit(module: nn.Module, tensors: Mapping[str, Tensor], head: str | bool) -> None:
     """Raise unless the module has the parameters and buffers that were saved; a head may have to grow."""
-    name = check_head(module, head) if head else None
+    name = check_head(module, head) if head is not False else None
     saved = {key.removeprefix("module."): t for key, t in tensors.items() if key.startswith("module.")}
     own: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
     for key in sorted(saved.keys() ^ own.keys()):
         raise InputError(f"the module does not fit the file: '{key}' is only in {'the file' if key in saved else 'the module'}")
-    for key, tensor in saved.items():
-        grown = name is not None and key.startswith(f"{name}.") and tensor.shape[1:] == own[key].shape[1:] and len(tensor) >= len(own[key])
+    for key, tensor in sorted(saved.items()):
+        grown = (
+            name is not None
+            and key in (f"{name}.weight".lstrip("."), f"{name}.bias".lstrip("."))
+            and tensor.shape[1:] == own[key].shape[1:]
+            and len(tensor) >= len(own[key])
+        )
         if (tensor.shape != own[key].shape and not grown) or tensor.dtype != own[key].dtype:
             now = f"{own[key].dtype} of shape {list(own[key].shape)}"
             raise InputError(f"the module does not fit the file: '{key}' is {now}, and was {tensor.dtype} of shape {list(tensor.shape)}")
@@ -149,10 +158,13 @@ def _fit(module: nn.Module, tensors: Mapping[str, Tensor], head: str | bool) -> 
 def _read(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         length = int.from_bytes(content[:8], "little")
-        about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["onepass"])
-        version = about["format"]
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        about = json.loads(metadata["onepass"])
+        version, sound = about["format"], digest(metadata["onepass"]) == metadata["checksum"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} is damaged or not a file that save() wrote") from None
+    if not sound:
+        raise InputError(f"{path} is damaged: its header is not the one that was saved")
     if version != FORMAT:
         raise InputError(f"{path} has format {version}, and this version of onepass reads {FORMAT}: load it with the version that wrote it")
     try:
@@ -174,7 +186,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+    return {key.removeprefix(f"{name}."): tensors[key] for key in sorted(tensors) if key.startswith(f"{name}.")}
 
 
 def _described(examples: Examples) -> dict[str, Any]:

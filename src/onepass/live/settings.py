@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -52,14 +53,26 @@ def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float]
                 key,
                 [*columns, *fields, "learning_rate", "optimizer", "loss", "tasks", "task_free", "grow", "memory", "precision"],
             )
-        default = fields[key].default
-        fits = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool)
-        if not (fits or (isinstance(default, float) and isinstance(value, int))) or (not isinstance(value, (bool, str)) and value < 0):
-            raise InputError(f"{key} must be of the kind of {default!r}, its default, got {value!r}")
-        options[key] = value
-    if options.get("reference_batch", 1) < 1:
-        raise InputError("reference_batch must be at least 1")
+        options[key] = _option(key, value, get_type_hints(learner.options)[key])
     return columns, learner.options(**options)
+
+
+def _option(key: str, value: Any, kind: Any) -> Any:
+    """A value for an option of this kind: a whole number counts something, so it is at least 1, and no number is negative."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise unknown(key, str(value), get_args(kind))
+        return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    possible = {
+        bool: isinstance(value, bool),
+        int: whole and 1 <= value <= 2**31,
+        float: (whole or isinstance(value, float)) and (value == 0 or 1e-30 <= value <= 1e12),
+    }
+    if not possible.get(kind, False):
+        wanted = {bool: "True or False", int: "a whole number from 1", float: "a number from 0"}.get(kind, str(kind))
+        raise InputError(f"{key} must be {wanted}, got {value!r}")
+    return float(value) if kind is float else value
 
 
 def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
@@ -75,10 +88,16 @@ def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float
 def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
     if tasks is None:
         return {}
-    named = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
-    table = {name: tuple(int(c) for c in classes) for name, classes in named.items()}
+    wrong = InputError("tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]")
+    try:
+        named: dict[Any, Any] = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
+        table = {name: tuple(operator.index(c) for c in classes) for name, classes in named.items()}
+    except TypeError:
+        raise wrong from None
     if not table or not all(classes and min(classes) >= 0 and len(set(classes)) == len(classes) for classes in table.values()):
-        raise InputError("tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]")
+        raise wrong
+    if any(isinstance(name, bool) or not isinstance(name, (int, str)) for name in table):
+        raise InputError("tasks are named by whole numbers or strings")
     for one in table.values():
         for other in table.values():
             if set(one) & set(other) and one != other:

@@ -30,11 +30,12 @@ class Watch:
     `memory`, examples by task or class; `memory_bytes`; `milliseconds` a step.
     """
 
-    def __init__(self, owner: OnePass, callbacks: Sequence[Callback], every: int) -> None:
-        for callback in callbacks:
+    def __init__(self, owner: OnePass, watch: Callback | Sequence[Callback], every: int) -> None:
+        self._callbacks = [watch] if callable(watch) else list(watch) if isinstance(watch, Sequence) else [watch]
+        for callback in self._callbacks:
             if not callable(callback):
                 raise InputError(f"watch must be a function of a dictionary, or several, got {type(callback).__name__}")
-        self._owner, self._callbacks, self._every = owner, callbacks, every
+        self._owner, self._every = owner, every
         self.best: dict[int, float] = {}
         self._clear()
 
@@ -50,6 +51,10 @@ class Watch:
         self._hits = 0
         if self._callbacks and owner.classifies:
             self._hits = owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum()
+
+    def discard(self) -> None:
+        """It was refused."""
+        self._hits = 0
 
     def after(self, examples: int, loss: float, seconds: float) -> None:
         """It was learnt."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
 from onepass.errors import InputError, first_line, unknown
+from onepass.files import check_writable
+from onepass.learners.base import Learner
 from onepass.live.growth import check_head, grow
 from onepass.live.inputs import Examples, X, kind_of, read_inputs, read_labels, read_target
 from onepass.live.memory import LiveMemory, Memory
@@ -89,28 +92,41 @@ class OnePass:
         if not self.classifies and not callable(loss):
             raise unknown("loss", str(loss), ["cross-entropy"])
         if precision not in PRECISIONS:
-            raise unknown("precision", precision, PRECISIONS)
+            raise unknown("precision", str(precision), PRECISIONS)
         self._tasks = read_tasks(tasks)
-        self.task_free, self._seed, self._precision = task_free, seed, precision
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise InputError(f"the seed must be a whole number of 64 bits, got {seed!r}")
+        self.task_free, self._seed, self._precision = bool(task_free), seed, precision
         self.plan = Memory() if memory is None else memory
         if not isinstance(self.plan, Memory):
             raise InputError(f"the memory must be described by onepass.Memory, got {type(memory).__name__}")
         for every, name in ((watch_every, "watch_every"), (autosave_every, "autosave_every")):
-            if not isinstance(every, int) or every < 1:
+            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
                 raise InputError(f"{name} must be a whole number of batches above 0, got {every!r}")
         check_method(method, self._options, self.plan, self.classifies, task_free, self._tasks)
         check_optimizer(optimizer, module)
-        self.head = check_head(module, grow) if grow else None
-        if grow and not self.classifies:
+        self.head = check_head(module, grow) if grow is not False else None
+        if self.head is not None and not self.classifies:
             raise InputError("only classes can grow the head: leave grow out with a loss of your own")
+        self._watch = Watch(self, watch, watch_every)
+        self._autosave, self._autosave_every = _path(autosave), autosave_every
+        originals = [(p, p.data) for p in module.parameters()]
+        try:
+            self._assemble(learner_type, loss, optimizer)
+        except BaseException:
+            for parameter, data in originals:  # somebody else may have wrapped it already
+                parameter.data = data
+            raise
+
+    def _assemble(self, learner_type: type[Learner], loss: str | OwnLoss, optimizer: Optimizer | None) -> None:
         self.fleet = Bound(
-            module,
+            self.module,
             Slots(tuple(self._tasks.values()) or ((0,),)),
             self._rate,
-            seed=seed,
+            seed=self._seed,
             loss=None if self.classifies else _own(cast(OwnLoss, loss)),
             optimizer=optimizer,
-            autocast=PRECISIONS[precision],
+            autocast=PRECISIONS[self._precision],
             head=self.head,
         )
         self.examples: Examples | None = None  # what they look like, once there was one
@@ -119,15 +135,13 @@ class OnePass:
         self.batches = 0  # since then
         self.task: Name | None = None  # the name of the current task, if it has one
         columns = {name: torch.full_like(self.fleet.theta[:, :1], value) for name, value in self._columns.items()}
-        self.memory = None
+        self.memory: LiveMemory | None = None
         if learner_type.needs_memory:
             policy = self.plan.policy or ("class-balanced" if self.classifies else "reservoir")
-            self.memory = LiveMemory(self.fleet, self.plan, policy, task_free, self._classes_now)
+            self.memory = LiveMemory(self.fleet, self.plan, policy, self.task_free, self._classes_now)
         # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
         self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
         self._sample: list[Tensor] = []  # some inputs, to export with
-        self._watch = Watch(self, [watch] if callable(watch) else list(watch), watch_every)
-        self._autosave, self._autosave_every = None if autosave is None else Path(autosave), autosave_every
 
     # ---- learning
 
@@ -137,20 +151,16 @@ class OnePass:
         self.fleet.intact()
         batch, labels, kind = self._read(x, y)
         name, crossing = self._which(task)
-        self._check_labels(labels, name, batch)
-        if crossing:
-            self.end_task()
-        self.task = name
-        if self.classifies and max(labels) >= self.fleet.slots.count:
-            self._grow(max(labels) + 1)
-        if self.batches == 0:
-            self.learner.begin_task(self.segment)
-        self._watch.before(batch)
+        self._check_labels(labels, name)
+        growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
+        if crossing or growing or self.batches == 0:
+            with self._or_as_before():
+                self._begin(batch, labels, name, crossing)
+                self._learn(batch, labels)
+        else:
+            self._learn(batch, labels)
         if self.examples is None:
-            self.fleet.replays = self._common_sizes(len(labels))
-        self._learn(batch, labels)
-        if self.examples is None:
-            self.examples, self._sample = kind, [tensor[:2].clone() for tensor in self._inputs(batch)]
+            self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
         self.batches += 1
         if self.memory is not None and not self.task_free and self.segment == 0 and self.batches == PATIENCE:
             log.warning(
@@ -162,8 +172,51 @@ class OnePass:
             self.save(self._autosave)
         return loss
 
+    def _begin(self, batch: Batch, labels: list[int], task: Name | None, crossing: bool) -> None:
+        """What comes before a batch of a new task, or with new classes, or before the very first one."""
+        if crossing:
+            self.end_task()
+        self.task = task
+        if self.classifies and self.outputs is None:
+            self.outputs = self._probe(batch)
+            if not self._tasks:
+                self.fleet.compete(Slots((tuple(range(self.outputs)),)))
+        if self.classifies:
+            needed = max(max(labels) + 1, self.fleet.slots.count if self._tasks else 0)
+            if self.outputs is not None and needed > self.outputs:
+                self._grow(needed)
+        if self.batches == 0:
+            self.learner.begin_task(self.segment)
+        if self.examples is None:
+            self.fleet.replays = self._common_sizes(len(labels))
+
+    @contextmanager
+    def _or_as_before(self) -> Iterator[None]:
+        """All or nothing, for what changes more than a step does."""
+        own = {name: getattr(self, name) for name in ("segment", "batches", "task", "outputs")}
+        fleet, learner = self.fleet.marked(), self.learner.marked()
+        memory = None if self.memory is None else self.memory.marked()
+        best = dict(self._watch.best)
+        self._undo: Callable[[], None] | None = None
+        try:
+            yield
+        except BaseException:
+            if self._undo is not None:
+                self._undo()
+            vars(self).update(own)
+            self.fleet.go_back(fleet)
+            vars(self.learner).update(learner)
+            if self.memory is not None and memory is not None:
+                vars(self.memory).update(memory)
+            self._watch.best = best
+            raise
+        finally:
+            self._undo = None
+
     def _common_sizes(self, batch: int) -> set[int]:
-        """Of the batches that will be seen again and again, if the first one is like the others."""
+        """Of the batches that will be seen again and again, if the first one is like the others. A head that grows would make programs void."""
+        if self.head is not None:
+            return set()
         reference = getattr(self._options, "reference_batch", 0)
         return {batch, reference, batch + reference, self.plan.per_task}
 
@@ -172,11 +225,12 @@ class OnePass:
         if self.memory is not None:
             self.memory.prepare(batch)
         try:
-            self.fleet.learn(self.learner, batch)
-        except (InputError, torch.OutOfMemoryError):
+            with _refusing("the module or the loss refused the batch", "nothing was learnt from it"):
+                self._watch.before(batch)
+                self.fleet.learn(self.learner, batch)
+        except BaseException:
+            self._watch.discard()
             raise
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
-            raise InputError(f"the module or the loss refused the batch ({first_line(reason)}): nothing was learnt from it") from reason
         else:
             if self.memory is not None:
                 self.memory.commit(labels)
@@ -204,25 +258,35 @@ class OnePass:
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
-        for x, y in again:
-            batch, labels, _ = self._read(x, y)
-            self._check_labels(labels, self.task, None)
+        given = list(again) if isinstance(again, Iterable) else [again]
+        for pair in given:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise InputError("the data to look at again must be batches (x, y): end_task(again=batches)")
+            batch, labels, _ = self._read(*pair)
+            self._check_labels(labels, self.task)
             batches.append(batch)
         if not batches:
             raise InputError(f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches")
-        try:
+        with _refusing("the module or the loss refused the data given again", "the task has not ended"):
             self.learner.review(batches)
-        except (RuntimeError, ValueError, TypeError, IndexError) as reason:
-            raise InputError(f"the module or the loss refused the data given again ({first_line(reason)})") from reason
 
     def _grow(self, outputs: int) -> None:
+        """Enlarge the head."""
+        if self.head is None:
+            raise InputError(
+                f"the tasks have classes up to {outputs - 1}, and the module {self.outputs} outputs: give it more, or wrap it with grow=True"
+            )
+        width = cast(nn.Linear, self.module.get_submodule(self.head)).out_features
+        if width != self.outputs:
+            raise InputError(
+                f"layer '{self.head}' has {width} outputs and the module {self.outputs}, so it is not the last one: name that with grow='…'"
+            )
         before = self.fleet.theta.shape[1]
-        if self.outputs is not None and self.head is not None and outputs > self.outputs:
-            carry = grow(self.fleet, self.head, outputs)
-            self.learner.resize(before, carry)
-            self.outputs = outputs
+        carry, self._undo = grow(self.fleet, self.head, outputs)
+        self.learner.resize(before, carry)
+        self.outputs = outputs
         if not self._tasks:
-            self.fleet.compete(Slots((tuple(range(self.outputs or outputs)),)))
+            self.fleet.compete(Slots((tuple(range(outputs)),)))
 
     # ---- answers
 
@@ -241,20 +305,14 @@ class OnePass:
     def scores(self, x: X, task: Name | None = None) -> Tensor:
         """What the method answers with: an output a class, higher for likelier ones (or the module's outputs); changes nothing."""
         self.fleet.intact()
-        if task is not None and self._tasks and task not in self._tasks:
-            raise unknown("task", str(task), map(str, self._tasks))
+        if task is not None:
+            self._check_name(task)
         tensors, keywords = read_inputs(x, self.examples)
         self.fleet.keywords = keywords
         slot = self._tasks[task][0] if task is not None and self._tasks else 0
         batch = self._batch(tensors, torch.full((len(tensors[0]),), slot), None)
-        try:
-            if not self.classifies:
-                return cast(Tensor, self.fleet.answer(batch))
-            return self.learner.scores(batch)[0]
-        except (RuntimeError, ValueError, TypeError, IndexError) as reason:
-            if isinstance(reason, (InputError, torch.OutOfMemoryError)):
-                raise
-            raise InputError(f"the module refused the batch ({first_line(reason)})") from reason
+        with _refusing("the module refused the batch", "give it what it takes"):
+            return self.learner.scores(batch)[0] if self.classifies else cast(Tensor, self.fleet.answer(batch))
 
     # ---- looking
 
@@ -310,7 +368,7 @@ class OnePass:
 
     def _batch(self, tensors: list[Tensor], slots: Tensor, target: Tensor | None) -> Batch:
         device = self.fleet.device
-        extra = {f"{INPUT}{i}": tensor.to(device)[None] for i, tensor in enumerate(tensors[1:], start=1)}
+        extra = {f"{INPUT}{i:03d}": tensor.to(device)[None] for i, tensor in enumerate(tensors[1:], start=1)}
         if target is not None:
             extra[TARGET] = target.to(device)[None]
         return Batch(tensors[0].to(device)[None], slots.to(device)[None], extra=extra, task=self.segment)
@@ -338,37 +396,28 @@ class OnePass:
             return self.task, False
         if self.task_free:
             raise InputError("this stream was declared task-free: leave the task of a batch out")
+        self._check_name(task)
+        crossing = self.batches > 0 and task != self.task
+        if crossing and self.learner.needs_review:
+            raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task")
+        if self.learner.needs_own_classes and list(self._tasks)[self.segment : self.segment + 1] != [task]:
+            raise InputError(f"{self.method} learns the declared tasks once, in their order: {', '.join(map(str, self._tasks))}")
+        return task, crossing
+
+    def _check_name(self, task: object) -> None:
         if isinstance(task, bool) or not isinstance(task, (int, str)):
             raise InputError(f"a task is named by a whole number or a string, got {type(task).__name__}")
         if self._tasks and task not in self._tasks:
             raise unknown("task", str(task), map(str, self._tasks))
-        crossing = self.batches > 0 and task != self.task
-        if crossing and self.learner.needs_review:
-            raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task")
-        if self.learner.needs_own_classes and list(self._tasks)[min(self.segment + crossing, len(self._tasks) - 1)] != task:
-            raise InputError(f"{self.method} learns the declared tasks in their order: the next one is '{list(self._tasks)[self.segment]}'")
-        return task, crossing
 
-    def _check_labels(self, labels: list[int], task: Name | None, batch: Batch | None) -> None:
-        """Raise unless the labels are possible; the first time, ask the module how many outputs it has."""
+    def _check_labels(self, labels: list[int], task: Name | None) -> None:
+        """Raise unless the labels are possible."""
         if not self.classifies:
             return
         if self._tasks:
             assert task is not None
             for label in sorted(set(labels) - set(self._tasks[task])):
                 raise InputError(f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, self._tasks[task]))}")
-        if self.outputs is None and batch is not None:
-            self.outputs = self._probe(batch)
-            if not self._tasks:
-                self.fleet.compete(Slots((tuple(range(self.outputs)),)))
-            elif self.fleet.slots.count > self.outputs:
-                outputs, needed, self.outputs = self.outputs, self.fleet.slots.count, None
-                if self.head is None:
-                    raise InputError(
-                        f"the tasks have classes up to {needed - 1}, and the module {outputs} outputs: give it more, or wrap it with grow=True"
-                    )
-                self.outputs = outputs
-                self._grow(needed)
         if self.outputs is None or max(labels) < self.outputs:
             return
         if self.head is None:
@@ -381,16 +430,32 @@ class OnePass:
             )
 
     def _probe(self, batch: Batch) -> int:
-        try:
+        with _refusing("the module refused the batch", "nothing was learnt from it"):
             found = self.fleet.answer(batch)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
-            if isinstance(reason, (InputError, torch.OutOfMemoryError)):
-                raise
-            raise InputError(f"the module refused the batch ({first_line(reason)}): nothing was learnt from it") from reason
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != batch.slots.shape[1] or found.shape[1] < 2:
             raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
         return found.shape[1]
+
+
+@contextmanager
+def _refusing(what: str, then: str) -> Iterator[None]:
+    """Whatever the user's own code raises, in one sentence."""
+    try:
+        yield
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except Exception as reason:
+        raise InputError(f"{what} ({first_line(reason)}): {then}") from reason
+
+
+def _path(autosave: str | Path | None) -> Path | None:
+    if autosave is None:
+        return None
+    if not isinstance(autosave, (str, Path)):
+        raise InputError(f"autosave must be the path of a file, got {type(autosave).__name__}")
+    check_writable(Path(autosave))
+    return Path(autosave)
 
 
 def _own(loss: OwnLoss) -> Loss:
