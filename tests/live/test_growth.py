@@ -81,7 +81,8 @@ def test_growth_keeps_old_outputs_and_initialises_new_ones_as_torch_does() -> No
     learner._grow(5)
     assert torch.equal(torch.get_rng_state(), random), "torch's own generator is left alone"
     after = dict(learner.module.named_parameters())
-    assert all(after[name] is parameter and parameter.requires_grad and parameter.is_leaf for name, parameter in objects.items())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in after.values())
+    assert all((after[name] is parameter) == name.startswith("0.") for name, parameter in objects.items())
     assert torch.equal(after["0.weight"], before["0.weight"])
     assert torch.equal(after["2.weight"][:2], before["2.weight"])
     assert torch.equal(after["2.bias"][:2], before["2.bias"])
@@ -134,18 +135,6 @@ def test_after_growth_all_outputs_compete() -> None:
     expected = float(functional.cross_entropy(learner.module(x).detach(), y))
     assert learner.observe(x, y) == pytest.approx(expected, rel=1e-6)
     assert learner.scores(x).shape == (8, 4)
-
-
-@pytest.mark.parametrize("name", ["a-gem", "gem"])
-def test_what_was_traced_before_the_head_grew_is_not_used_afterwards(name: str) -> None:
-    own, pure = net(), nn.Sequential(*net())
-    pure.load_state_dict(own.state_dict())
-    called, traced = learner_of(name, own), learner_of(name, pure)
-    for classes in (2, 4, 5):
-        for learner in (called, traced):
-            learn(learner, 1, classes, classes)
-    assert traced.fleet.gradients._programs
-    assert torch.allclose(called.fleet.theta, traced.fleet.theta, atol=1e-5)
 
 
 def test_a_label_far_above_the_others_makes_room_for_all_below_it() -> None:
@@ -229,10 +218,14 @@ def test_an_optimizer_keeps_its_state_of_old_outputs_and_has_zeros_for_new_ones(
     optimizer = OPTIMIZERS[kind](module.parameters())
     learner = learner_of(module=module, optimizer=optimizer)
     learn(learner)
-    before = {p: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)} for p, state in optimizer.state.items()}
+    order = [id(p) for p in module.parameters()]
+    before = {
+        order.index(id(p)): {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)} for p, state in optimizer.state.items()
+    }
     learner._grow(5)
     assert all(mine is its for mine, its in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True))
-    for parameter, state in before.items():
+    for place, state in before.items():
+        parameter = list(module.parameters())[place]
         after = optimizer.state[parameter]
         assert state.keys() == {key for key, value in after.items() if isinstance(value, Tensor)}
         for key, value in state.items():
@@ -366,7 +359,7 @@ def test_tasks_with_more_classes_than_outputs_grow_the_head_at_once_as_if_it_had
     growing = learner_of(name, tasks=tasks)
     values = {key: p.detach().clone() for key, p in growing.module.named_parameters()}
     x, y = batch(0)
-    growing._check_labels(y.tolist(), 0, growing._batch([x], y, None))  # what the first batch does first
+    growing._begin(growing._batch([x], y, None), y.tolist(), 0, crossing=False)  # what the first batch does first
     assert growing.outputs == 6
     assert all(torch.equal(p[: len(values[key])], values[key]) for key, p in growing.module.named_parameters())
     large = net(6)

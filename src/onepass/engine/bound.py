@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -230,10 +231,8 @@ class Bound(Fleet):
         self._losses, self._passes, self.loss_before = [], 0, losses[0]
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
-                where = "on the episodic memory" if number else "of this batch"
-                raise InputError(
-                    f"the loss {'or its gradient ' if number else ''}{where} is {loss}: look at the batch, or take smaller steps; nothing was learnt"
-                )
+                what = f"or its gradient on the episodic memory is not finite ({loss})" if number else f"of this batch is {loss}"
+                raise InputError(f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt")
         if not math.isfinite(square):
             raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
 
@@ -241,13 +240,13 @@ class Bound(Fleet):
         """What the module makes of a batch in evaluation; changes nothing."""
         module = self.architecture.module
         with torch.no_grad(), _evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
-            return self.call(batch)
+            return self.call(_copied(batch))
 
     def loss_on(self, batch: Batch) -> float:
         """The loss of a batch in evaluation; changes nothing."""
         module = self.architecture.module
         with torch.no_grad(), _evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
-            return float(self.value(batch, self.loss))
+            return float(self.value(_copied(batch), self.loss))
 
     def compete(self, slots: Slots) -> None:
         """From now on these outputs compete."""
@@ -257,7 +256,7 @@ class Bound(Fleet):
         module = self.architecture.module
         luck = torch_seeded(self.seed, self.device)
         with torch.no_grad(), self._at(theta, buffers), _evaluating(module), self._undone(), luck, self.architecture.listening() as features:
-            logits = self.call(batch)
+            logits = self.call(_copied(batch))
         return Output(logits[None].to(self.theta.dtype), (features[-1] if features else logits)[None].to(self.theta.dtype))
 
     @contextmanager
@@ -319,16 +318,27 @@ class Bound(Fleet):
                 self.cosine = math.nan
                 direction = learner.direction(batch)
                 self._refuse_what_is_not_finite(direction)
+                before = self.theta.clone() if learner.wants_delta or self.optimizer is not None else None
+                self._take(direction, before)
                 learner.accept()
-                before = self.theta.clone() if learner.wants_delta else None
-                self._apply(direction)
-                if before is not None:
+                if learner.wants_delta and before is not None:
                     learner.after_step(self.theta - before)
         finally:
             self.tick = self._first = None
             self._losses, self._passes = [], 0
         self.number += 1
         self.step += 1
+
+    def _take(self, direction: Tensor, before: Tensor | None) -> None:
+        """Take the step, or none: an optimizer may do what it likes with the parameters."""
+        try:
+            self._apply(direction)
+            if before is not None and not math.isfinite(float(_square(self.theta))):
+                raise InputError("the optimizer's step leads to parameters that are not finite: take smaller steps; nothing was learnt")
+        except BaseException:
+            if before is not None:
+                self.theta.copy_(before)
+            raise
 
     def _apply(self, direction: Tensor) -> None:
         if self.optimizer is None:
@@ -380,6 +390,11 @@ def _check(module: nn.Module) -> torch.device:
     if len(places) > 1:
         raise InputError(f"the module is spread over {' and '.join(sorted(map(str, places)))}: move it to one device")
     return places.pop()
+
+
+def _copied(batch: Batch) -> Batch:
+    """For a look that must leave no trace: a module may write into its inputs."""
+    return replace(batch, x=batch.x.clone(), extra={name: tensor.clone() for name, tensor in batch.extra.items()})
 
 
 def _square(row: Tensor) -> Tensor:

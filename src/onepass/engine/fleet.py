@@ -210,9 +210,9 @@ class Fleet:
         self.tick, self._ticks = self._ticks, self._ticks + 1
         with self.gradients.step():
             direction = learner.direction(batch)
-            learner.accept()
             before = self.theta.clone() if learner.wants_delta else None
             self._apply(direction)
+            learner.accept()
             if before is not None:
                 learner.after_step(self.theta - before)
         self.step += self._active

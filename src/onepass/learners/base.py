@@ -35,6 +35,7 @@ class Learner(ABC):
     has_curve: ClassVar[bool] = True  # can it answer in the middle of a task?
     asks_host: ClassVar[bool] = False  # the exception to the rule that no step waits for the device
     task_free: ClassVar[bool] = False  # does it make sense for a stream without task boundaries?
+    one_input: ClassVar[bool] = False  # does it keep examples itself, of a network with one input?
     own_network: ClassVar[bool] = False  # does it build a network of its own, so that it cannot learn in somebody else's?
     points: ClassVar[tuple[str, ...]] = ()  # attributes [R, P] that are places in the space of theta, as against sums over it
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
@@ -54,8 +55,8 @@ class Learner(ABC):
         """What to subtract from theta, times the learning rate: `[R, P]`."""
 
     def accept(self) -> None:
-        """The direction is about to be taken: sums over the gradients of steps go here, so that a step which is refused leaves no trace in
-        them. The gradients of the step are still there."""
+        """The step was taken: sums over the gradients of steps go here, so that a step which is refused leaves no trace in them. The gradients
+        of the step are still there."""
 
     def after_step(self, delta: Tensor) -> None:
         """After the fleet moved theta by `delta [R, P]`."""

@@ -62,6 +62,7 @@ class ICarl(Learner):
     options = Options
     keeps = ("x", "held", "teacher", "seen")
     needs_own_classes = True
+    one_input = True
     has_curve = False
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:

@@ -120,7 +120,7 @@ class LiveMemory:
             self._show(row)
         self._fresh = {}
         self._members = {group: rows for group, rows in self._members.items() if rows}
-        self._seen = Counter()  # nothing of this task will pass by again
+        self._seen = Counter({group: self._seen[group] for group in self._members})
 
     def draw(self, count: int) -> Batch | None:
         """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
@@ -299,7 +299,7 @@ class LiveMemory:
         """A uniform one of them makes room; the oldest one of a ring."""
         row = victims.pop(int(luck * len(victims)) if self.policy != "ring" else 0)
         if not victims and self._group[row][0] != self.task:
-            del self._members[self._group[row]]
+            del self._members[self._group[row]], self._seen[self._group[row]]
         self._hide(row)
         self._fresh.pop(row, None)
         self._group[row] = group

@@ -66,8 +66,7 @@ def packed(owner: OnePass) -> bytes:
         "best": [[group, score] for group, score in owner._watch.best.items()],
         "tensors": _digest(tensors),
     }
-    header = canonical(about)
-    return safetensors.torch.save(tensors, metadata={"onepass": header, "checksum": digest(header)})
+    return safetensors.torch.save(tensors, metadata={"onepass": canonical(about | {"checksum": digest(canonical(about))})})
 
 
 def settings(owner: OnePass) -> dict[str, Any]:
@@ -158,15 +157,15 @@ def _fit(module: nn.Module, tensors: Mapping[str, Tensor], head: str | bool) -> 
 def _read(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         length = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-        about = json.loads(metadata["onepass"])
-        version, sound = about["format"], digest(metadata["onepass"]) == metadata["checksum"]
+        about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["onepass"])
+        version, checksum = about["format"], about.pop("checksum")
+        sound = checksum == digest(canonical(about))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} is damaged or not a file that save() wrote") from None
-    if not sound:
-        raise InputError(f"{path} is damaged: its header is not the one that was saved")
     if version != FORMAT:
         raise InputError(f"{path} has format {version}, and this version of onepass reads {FORMAT}: load it with the version that wrote it")
+    if not sound:
+        raise InputError(f"{path} is damaged: its header is not the one that was saved")
     try:
         tensors = safetensors.torch.load(content)
     except (SafetensorError, ValueError, KeyError):

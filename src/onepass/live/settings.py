@@ -70,7 +70,7 @@ def _option(key: str, value: Any, kind: Any) -> Any:
         float: (whole or isinstance(value, float)) and (value == 0 or 1e-30 <= value <= 1e12),
     }
     if not possible.get(kind, False):
-        wanted = {bool: "True or False", int: "a whole number from 1", float: "a number from 0"}.get(kind, str(kind))
+        wanted = {bool: "True or False", int: "a whole number, at least 1", float: "a number from 0"}.get(kind, str(kind))
         raise InputError(f"{key} must be {wanted}, got {value!r}")
     return float(value) if kind is float else value
 

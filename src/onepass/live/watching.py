@@ -49,6 +49,7 @@ class Watch:
         """A batch is about to be learnt: is it known already?"""
         owner = self._owner
         self._hits = 0
+        owner.fleet.measures = bool(self._callbacks) and (owner.steps + 1) % self._every == 0
         if self._callbacks and owner.classifies:
             self._hits = owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum()
 
@@ -69,7 +70,6 @@ class Watch:
             self._clear()
             for callback in self._callbacks:
                 callback(report)
-        owner.fleet.measures = due == self._every - 1 or self._every == 1
 
     def ended(self) -> None:
         """A task has ended: from now on it can be forgotten."""

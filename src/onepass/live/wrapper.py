@@ -181,6 +181,7 @@ class OnePass:
             self.outputs = self._probe(batch)
             if not self._tasks:
                 self.fleet.compete(Slots((tuple(range(self.outputs)),)))
+                self._check_labels(labels, task)
         if self.classifies:
             needed = max(max(labels) + 1, self.fleet.slots.count if self._tasks else 0)
             if self.outputs is not None and needed > self.outputs:
@@ -255,6 +256,8 @@ class OnePass:
         self.learner.end_task()
         self._watch.ended()
         self.segment, self.batches, self.task = self.segment + 1, 0, None
+        if self._autosave is not None:
+            self.save(self._autosave)
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
@@ -375,6 +378,8 @@ class OnePass:
 
     def _read(self, x: X, y: object) -> tuple[Batch, list[int], Examples]:
         tensors, keywords = read_inputs(x, self.examples)
+        if self.learner.one_input and len(tensors) > 1:
+            raise InputError(f"{self.method} keeps examples of one input, and x has {len(tensors)}: join them into one tensor")
         count = len(tensors[0])
         if self.classifies:
             labels = read_labels(y, count)
@@ -401,7 +406,8 @@ class OnePass:
         if crossing and self.learner.needs_review:
             raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task")
         if self.learner.needs_own_classes and list(self._tasks)[self.segment : self.segment + 1] != [task]:
-            raise InputError(f"{self.method} learns the declared tasks once, in their order: {', '.join(map(str, self._tasks))}")
+            order = ", ".join(f"'{name}'" for name in self._tasks)
+            raise InputError(f"{self.method} learns the declared tasks once, in their order: {order}")
         return task, crossing
 
     def _check_name(self, task: object) -> None:
