@@ -160,8 +160,8 @@ class Bound(Fleet):
             row, value = self.gradients(Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers)
         else:
             row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
-        # Infinity times nothing is not a number: what is not finite in a reference gradient, which a direction may not show, is in its loss.
-        self._losses.append(value if self._passes == 1 else value + 0 * _square(row))
+        # What is not finite in a reference gradient may not show in the direction.
+        self._losses += [value] if self._passes == 1 else [value, _square(row)]
         if self.tick is None:
             self._refuse_what_is_not_finite(row)
         elif self._passes == 1:
@@ -229,9 +229,9 @@ class Bound(Fleet):
         # What is not finite in a gradient is not finite in the direction. One whose square overflows counts as infinite.
         *losses, square = torch.cat([*self._losses, _square(direction)]).tolist()
         self._losses, self._passes, self.loss_before = [], 0, losses[0]
-        for number, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                what = f"or its gradient on the episodic memory is not finite ({loss})" if number else f"of this batch is {loss}"
+        for number, found in enumerate(losses):
+            if not math.isfinite(found):
+                what = f"or its gradient on the episodic memory is not finite ({found})" if number else f"of this batch is {found}"
                 raise InputError(f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt")
         if not math.isfinite(square):
             raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
@@ -342,7 +342,7 @@ class Bound(Fleet):
 
     def _apply(self, direction: Tensor) -> None:
         if self.optimizer is None:
-            super()._apply(direction)
+            self._learning.addcmul_(self.learning_rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1)
             return
         places = self.architecture.views(direction[0])
         frozen = self.architecture.frozen

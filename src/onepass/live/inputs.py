@@ -95,8 +95,8 @@ def read_target(y: object, examples: int, like: Examples | None) -> Tensor:
     return target
 
 
-def read_labels(y: object, examples: int) -> list[int]:
-    """Class labels as whole numbers from 0."""
+def read_labels(y: object, examples: int) -> tuple[list[int], Tensor]:
+    """Class labels as whole numbers from 0, for the host and as a tensor."""
     target = read(y, "y")
     if target.is_floating_point() or target.dtype == torch.bool or target.dim() != 1:
         found = f"{target.dtype} of shape {list(target.shape)}"
@@ -106,7 +106,7 @@ def read_labels(y: object, examples: int) -> list[int]:
     labels: list[int] = target.tolist()
     if min(labels) < 0:
         raise InputError(f"label {min(labels)} is out of range: classes are counted from 0")
-    return labels
+    return labels, target.to(torch.int64)
 
 
 def _same_length(first: Tensor, other: Tensor, name: str, other_name: str) -> None:

@@ -252,8 +252,9 @@ class LiveMemory:
             mine = self._used if self.task_free else len(self._fresh)
             if room is None or mine < room:
                 return self._new(group, luck)
-            largest = max((g for g in self._members if g[0] == group[0]), key=lambda g: len(self._members[g]))
-            return self._make_room(largest, group, luck)
+            if seen - 1 > len(members):
+                return self._replace(members, int(luck * seen))
+            return self._make_room(self._largest(group[0]), group, luck)
         quota = self._quota.get(group[1], 0) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
         if seen <= quota:
             return self._new(group, luck)
@@ -273,7 +274,10 @@ class LiveMemory:
         for (task, _), rows in self._members.items():
             totals[task] += len(rows)
         most = max(totals, key=lambda task: (totals[task], task == group[0]))
-        return self._make_room(max((g for g in self._members if g[0] == most), key=lambda g: len(self._members[g])), group, luck)
+        return self._make_room(self._largest(most), group, luck)
+
+    def _largest(self, task: int) -> Group:
+        return max((group for group in self._members if group[0] == task), key=lambda group: len(self._members[group]))
 
     def _make_room(self, largest: Group, group: Group, luck: float) -> int | None:
         """A member of the largest group goes, unless the example's own group has had to give examples away, or would have to now."""

@@ -382,8 +382,7 @@ class OnePass:
             raise InputError(f"{self.method} keeps examples of one input, and x has {len(tensors)}: join them into one tensor")
         count = len(tensors[0])
         if self.classifies:
-            labels = read_labels(y, count)
-            slots, target = torch.tensor(labels), None
+            (labels, slots), target = read_labels(y, count), None
         else:
             labels, target = [0] * count, read_target(y, count, self.examples)
             slots = torch.zeros(count, dtype=torch.int64)
