@@ -10,9 +10,10 @@ run: $(VENV)/installed
 	$(BIN)/onepass run quickstart
 
 test: $(VENV)/installed-dev
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
+	$(BIN)/mypy --strict examples
 	$(BIN)/pytest -m "not long" --numprocesses auto --dist worksteal
 
 test-long: $(VENV)/installed-dev

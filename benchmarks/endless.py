@@ -35,8 +35,8 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    learner = OnePass(module, learning_rate=0.01, task_free=True, grow=True, memory=Memory(bytes=BUDGET), reference_batch=16)
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10))
+    learner = OnePass(module, learning_rate=0.01, task_free=True, memory=Memory(bytes=BUDGET), reference_batch=16)
     noise = torch.randn(1000, 4, 8)
     length = chosen.batches // chosen.windows
     for window in range(chosen.windows):

@@ -4,9 +4,10 @@
 
 For a small fully connected net (784-256-256-10), a ResNet-18 (11 million parameters, 32×32 images) and a transformer encoder (4 layers,
 width 128, 32 tokens): batch 10 and the reference batch in the table, which both draw at random from a memory twice as large. The plain steps
-are those of a plain loop with `torch.optim.SGD`; both are measured in turns in one run, and the ratio is the median of the rounds' ratios. The last columns are
-megabytes: the peak of a step of `OnePass` minus the peak of a plain step, beside the paper's formula for that difference, `P + M·H`: `P` the
-parameters, `M` the reference batch, and `H` what one more example in its batch costs a plain step (measured), plus the example itself.
+are those of a plain loop with `torch.optim.SGD`; all are measured in turns in one run, and the ratio is the median of the rounds' ratios. The
+last columns are megabytes: the peak of a step of `OnePass` minus the peak of a plain step, beside the paper's formula for that difference,
+`P + M·H`: `P` the parameters, `M` the reference batch, and `H` what one more example in its batch costs a plain step (measured), plus the
+example itself.
 """
 
 from __future__ import annotations

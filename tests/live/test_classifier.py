@@ -1,27 +1,24 @@
+"""The classifier for scikit-learn: what its checks say, how it learns, its classes and answers, and its company."""
+
 from __future__ import annotations
 
 import copy
-import pickle
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn.base import clone
-from sklearn.datasets import load_digits, load_iris, make_blobs
-from sklearn.exceptions import NotFittedError
+from sklearn.datasets import load_digits, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor, nn
 
+from live_classifier import STREAMING, Odd, blobs, same, state
 from onepass import InputError, Memory, OnePass, OnePassClassifier
-from onepass.learners import METHODS
 from onepass.live import classifier
 
-STREAMING = [name for name, m in METHODS.items() if not (m.joined or m.learner.own_network or m.learner.needs_own_classes)]
 DOES_NOT_APPLY: dict[str, str] = {}  # checks of scikit-learn and why they are expected to fail: none
 
 
@@ -33,25 +30,12 @@ def test_scikit_learn_has_nothing_to_object(estimator: OnePassClassifier, check:
     check(estimator)
 
 
-def blobs(classes: int = 4, rows: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    X, y = make_blobs(rows, n_features=5, centers=classes, cluster_std=1.5, random_state=seed)
-    return StandardScaler().fit_transform(X), y
-
-
 def drift(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Two tasks that want the opposite of the same rows; a mark tells them apart."""
     X = np.random.default_rng(seed).normal(size=(600, 10))
     y = (X[:, 0] > 0).astype(int)
     one, other = (np.hstack([X, np.tile(mark, (600, 1))]) for mark in ([1.0, 0.0], [0.0, 1.0]))
     return (one, y), (other, 1 - y)
-
-
-def state(learner: OnePassClassifier) -> list[np.ndarray]:
-    return [p.detach().numpy().copy() for p in learner.learner_.module.parameters()]
-
-
-def same(one: OnePassClassifier, other: OnePassClassifier) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(state(one), state(other), strict=True))
 
 
 class Seeing(nn.Module):
@@ -65,18 +49,6 @@ class Seeing(nn.Module):
         if self.training:
             self.rows.append(x.detach().clone())
         out: Tensor = self.head(x)
-        return out
-
-
-class Odd(nn.Module):
-    """Draws random numbers and has buffers that move."""
-
-    def __init__(self, features: int = 5, classes: int = 2) -> None:
-        super().__init__()
-        self.body, self.norm, self.drop, self.head = nn.Linear(features, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.drop(torch.relu(self.norm(self.body(x)))))
         return out
 
 
@@ -328,235 +300,6 @@ def test_an_output_that_no_class_has_is_never_the_answer() -> None:
     learner = OnePassClassifier(module=module, learning_rate=1e-6, random_state=0).fit(X, y)
     assert set(learner.predict(X)) <= {0, 1}
     assert np.allclose(learner.predict_proba(X).sum(1), 1)
-
-
-# ---- modules
-
-
-def test_the_module_that_is_given_is_copied_and_never_changed() -> None:
-    X, y = blobs()
-    module = Odd(classes=3)
-    before = copy.deepcopy(module.state_dict())
-    learner = OnePassClassifier(module=module, random_state=0).fit(X, y)
-    assert learner.module is module
-    assert learner.learner_.module is not module
-    assert learner.learner_.module.head.out_features == 4
-    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-    assert module.head.out_features == 3
-    assert not torch.equal(learner.learner_.module.body.weight, module.body.weight)
-    again = OnePassClassifier(module=module, random_state=0).fit(X, y)
-    assert same(learner, again)
-
-
-def test_a_function_makes_the_module_from_the_numbers_of_features_and_classes() -> None:
-    X, y = blobs(classes=3)
-    asked: list[tuple[int, int]] = []
-
-    def make(features: int, classes: int) -> nn.Module:
-        asked.append((features, classes))
-        return nn.Linear(features, classes)
-
-    one, other = (OnePassClassifier(module=make, random_state=0).fit(X, y) for _ in range(2))
-    assert asked == [(5, 3), (5, 3)]
-    assert same(one, other)
-
-
-def test_the_head_grows_unless_the_settings_say_no() -> None:
-    X, y = blobs(classes=4)
-    module = nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
-    learner = OnePassClassifier(module=module, settings={"grow": False}, random_state=0)
-    first = y < 3
-    learner.partial_fit(X[first], y[first])
-    with pytest.raises(InputError, match="out of range"):
-        learner.partial_fit(X[~first], y[~first])
-    assert learner.classes_.tolist() == [0, 1, 2]
-    assert learner.predict_proba(X).shape == (200, 3)
-    learner.set_params(settings={"grow": "1"}).fit(X, y)
-    assert learner.learner_.module[1].out_features == 4
-
-
-def test_the_default_network_has_the_hidden_layers_asked_for() -> None:
-    X, y = blobs()
-    for hidden in ((), (7,), [7, 6], 8):
-        widths = [hidden] if isinstance(hidden, int) else list(hidden)
-        module = OnePassClassifier(hidden=hidden, random_state=0).fit(X, y).learner_.module
-        assert [layer.out_features for layer in module if isinstance(layer, nn.Linear)] == [*widths, 4]
-        assert {p.dtype for p in module.parameters()} == {torch.float64}
-
-
-# ---- keeping
-
-
-@pytest.mark.parametrize("method", STREAMING)
-def test_a_pickle_in_the_middle_of_a_stream_goes_on_identically(method: str) -> None:
-    X, y = blobs(classes=5, rows=120)
-    first = y < 3
-    learner = OnePassClassifier(module=Odd, method=method, random_state=0, memory=Memory(per_task=20))
-    learner.partial_fit(X[first], y[first], task_ends=True)
-    learner.partial_fit(X[:30], y[:30] % 4)
-    twins = [pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)]
-    for one in (learner, *twins):
-        one.partial_fit(X[30:], y[30:])
-        one.end_task(X, y) if one.learner_.learner.needs_review else one.end_task()
-        one.partial_fit(X, y + 3)
-    for twin in twins:
-        assert same(learner, twin)
-        assert np.array_equal(learner.predict_proba(X), twin.predict_proba(X))
-        assert twin.classes_.tolist() == list(range(8))
-        assert twin.learner_.steps == learner.learner_.steps
-        assert twin.learner_.violations == learner.learner_.violations
-
-
-def test_a_copy_and_its_original_share_nothing() -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(random_state=0).fit(X, y)
-    before, twin = learner.predict_proba(X), copy.deepcopy(learner)
-    twin.partial_fit(X, (y + 1) % 4)
-    assert np.array_equal(learner.predict_proba(X), before)
-    assert not np.allclose(twin.predict_proba(X), before)
-
-
-def test_a_pickle_does_not_hold_the_parameters_once_for_every_layer() -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(method="van", hidden=[100] * 8, random_state=0).fit(X, y)
-    parameters = sum(p.nbytes for p in learner.learner_.module.parameters())
-    assert len(pickle.dumps(learner)) < 2.2 * parameters
-
-
-def test_a_learner_whose_module_was_taken_apart_is_not_pickled() -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(random_state=0).fit(X, y)
-    learner.learner_.module.float()
-    with pytest.raises(InputError, match="created anew"):
-        pickle.dumps(learner)
-
-
-def test_a_clone_is_not_fitted_and_learns_the_same() -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(module=Odd(), random_state=0, memory=Memory(per_task=9), settings={"reference_batch": 4}).fit(X, y)
-    twin = clone(learner)
-    with pytest.raises(NotFittedError):
-        twin.predict(X)
-    with pytest.raises(NotFittedError):
-        twin.end_task()
-    assert same(learner, twin.fit(X, y))
-
-
-def test_a_watcher_goes_on_watching_a_copy() -> None:
-    X, y = blobs()
-    reports: list[dict[str, Any]] = []
-    learner = OnePassClassifier(random_state=0, settings={"watch": reports.append, "watch_every": 4}).fit(X, y)
-    told = [report["step"] for report in reports]
-    assert told == [4, 8, 12, 16, 20]
-    copy.deepcopy(learner).partial_fit(X, y)
-    assert [report["step"] for report in reports[5:]] == [24, 28, 32, 36, 40]
-
-
-# ---- errors
-
-
-@pytest.mark.parametrize(
-    ("parameters", "sentence"),
-    [
-        ({"method": "agem"}, "did you mean 'a-gem'"),
-        ({"method": None}, "name of one"),
-        ({"method": "icarl"}, "classes of each task"),
-        ({"method": "multi-task"}, "all tasks at once"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"batch_size": 2.5}, "batch_size"),
-        ({"learning_rate": -1}, "learning rate"),
-        ({"hidden": (3, 0)}, "hidden"),
-        ({"hidden": "wide"}, "hidden"),
-        ({"memory": 100}, "Memory"),
-        ({"module": 3}, "module must be"),
-        ({"module": lambda features, classes: None}, "nn.Module"),
-        ({"module": nn.Linear(3, 2)}, "refused the batch"),
-        ({"settings": 3}, "dictionary"),
-        ({"settings": {"refrence_batch": 3}}, "did you mean 'reference_batch'"),
-        ({"settings": {"seed": 3}}, "no choice"),
-        ({"settings": {"task_free": True}}, "parameter of the classifier"),
-        ({"random_state": "chance"}, "chance"),
-    ],
-)
-def test_a_bad_parameter_is_a_value_error_and_leaves_it_as_it_was(parameters: dict[str, Any], sentence: str) -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(random_state=0).set_params(**parameters)
-    for learn in (learner.fit, learner.partial_fit):
-        with pytest.raises(ValueError, match=sentence):
-            learn(X, y)
-        with pytest.raises(NotFittedError):
-            learner.predict(X)
-        assert not hasattr(learner, "n_features_in_")
-
-
-def test_a_fit_that_fails_leaves_the_old_one() -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(random_state=0).fit(X, y)
-    before = learner.predict_proba(X)
-    learner.set_params(learning_rate=1e300)
-    with pytest.raises(InputError, match="nothing was learnt"):
-        learner.fit(X[:, :3], y)
-    assert learner.n_features_in_ == 5
-    assert np.array_equal(learner.predict_proba(X), before)
-
-
-class Picky(nn.Linear):
-    """Refuses a row of large numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x > 1000).any()):
-            raise ValueError("too large")
-        return super().forward(x)
-
-
-def test_a_batch_that_is_refused_ends_the_call_and_those_before_it_are_learnt() -> None:
-    X, y = blobs()
-    learner, expected = (OnePassClassifier(module=Picky, random_state=0).partial_fit(X, y) for _ in range(2))
-    X[25] = 1e6
-    with pytest.raises(InputError, match="too large"):
-        learner.partial_fit(X, y)
-    assert learner.learner_.steps == 22
-    assert same(learner, expected.partial_fit(X[:20], y[:20]))
-    fresh = OnePassClassifier(module=Picky, random_state=0)
-    with pytest.raises(InputError, match="too large"):
-        fresh.partial_fit(X, y)
-    assert fresh.learner_.steps == 2
-    assert fresh.classes_.tolist() == [0, 1, 2, 3]
-
-
-def test_a_call_whose_first_batch_is_refused_changes_nothing() -> None:
-    X, y = blobs()
-    bad = X.copy()
-    bad[5] = 1e6
-    learner = OnePassClassifier(module=Picky, random_state=0)
-    for _ in range(2):  # before there were data, and after
-        before = dict(vars(learner))
-        with pytest.raises(InputError, match="too large"):
-            learner.partial_fit(bad, y + 4, classes=[9])
-        assert vars(learner) == before
-        learner.partial_fit(X, y)
-    assert learner.classes_.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("labels", [np.linspace(0.1, 0.9, 200), np.array([None, 1] * 100), np.full(200, np.nan)])
-def test_what_is_no_class_is_refused(labels: np.ndarray) -> None:
-    X, y = blobs()
-    learner = OnePassClassifier(random_state=0).fit(X, y)
-    before = learner.predict_proba(X)
-    for learn in (learner.fit, learner.partial_fit, learner.end_task):
-        with pytest.raises(ValueError, match=r"label|NaN"):
-            learn(X, labels)
-    with pytest.raises(ValueError, match="NaN"):
-        learner.partial_fit(X, y, classes=[1.0, np.nan])
-    assert np.array_equal(learner.predict_proba(X), before)
-
-
-def test_a_piece_of_a_stream_may_have_a_class_for_every_row() -> None:
-    X, _ = blobs()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        learner = OnePassClassifier(random_state=0).partial_fit(X[:40], np.arange(40)).partial_fit(X[40:80], np.arange(40, 80))
-    assert learner.predict_proba(X).shape == (200, 80)
 
 
 # ---- company

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,87 +15,13 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from live_calls import HEADS, KINDS, OUTPUTS, Kind, Net, check_memory, snapshot
 from onepass import InputError, Memory, OnePass
 from onepass.live.memory import LiveMemory
 from toys import FEATURES
 
 CALLS = 10_000
 CALLS_A_STREAM = 100
-OUTPUTS = 4
-HEADS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
-
-
-class Net(nn.Module):
-    """Buffers, randomness, something frozen, a head that may grow, and trouble on demand."""
-
-    def __init__(self, outputs: int = OUTPUTS) -> None:
-        super().__init__()
-        self.still = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
-        self.body, self.norm, self.drop = nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Dropout(0.2)
-        self.head = nn.Linear(5, outputs)
-        self.trouble, self.left = "", 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.drop(torch.tanh(self.norm(self.body(self.still(x))))))
-        self.left -= self.training
-        if self.left != 0 or not self.training:
-            return out
-        match self.trouble:
-            case "nan":
-                return out * torch.nan
-            case "gradient":
-                return out + (out - out.detach()).sum().abs().sqrt()
-            case "raises":
-                raise RuntimeError("no\nreally not")
-            case "shape":
-                return out[:, :1, None]
-        return out
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a learner is made."""
-
-    method: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    own_loss: bool = False
-    outputs: int = OUTPUTS
-
-    def again(self, module: nn.Module) -> dict[str, Any]:
-        """What a saved file cannot hold."""
-        given: dict[str, Any] = {"loss": nn.functional.mse_loss} if self.own_loss else {}
-        if self.optimizer is not None:
-            given["optimizer"] = self.optimizer([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        return given
-
-    def learner(self) -> OnePass:
-        module = Net(self.outputs)
-        rate = {} if self.optimizer is not None else {"learning_rate": 0.1}
-        return OnePass(module, self.method, **rate, **self.settings, **self.again(module))
-
-
-def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-
-
-KINDS = {
-    "a-gem": Kind("a-gem", {"memory": Memory(per_task=7), "reference_batch": 5}),
-    "a-gem, heads": Kind("a-gem", {"tasks": HEADS, "memory": Memory(per_task=6, policy="ring")}, torch.optim.Adam, outputs=6),
-    "a-gem, heads that grow": Kind("a-gem", {"tasks": HEADS, "grow": True, "memory": Memory(per_task=5, examples=11)}, torch.optim.Adam, outputs=3),
-    "a-gem, task-free": Kind("a-gem", {"task_free": True, "grow": True, "memory": Memory(bytes=6000, recent=2)}, torch.optim.Adam),
-    "er, task-free regression": Kind("er", {"task_free": True, "memory": Memory(examples=9, recent=0)}, own_loss=True),
-    "gem": Kind("gem", {"grow": True, "memory": Memory(per_task=5)}),
-    "s-gem": Kind("s-gem", {"memory": Memory(per_task=6, examples=13, where="cpu")}, momentum),
-    "mega-1, regression": Kind("mega-1", {"memory": Memory(per_task=8)}, own_loss=True),
-    "mega-2": Kind("mega-2", {"grow": True, "memory": Memory(per_task=6, policy="class-reservoir", examples=20)}),
-    "ewc": Kind("ewc", {"fisher": "moving-average", "fisher_every": 3, "grow": True}, momentum),
-    "mas": Kind("mas", {"tasks": HEADS}, outputs=6),
-    "rwalk": Kind("rwalk", {"fisher_every": 3, "grow": True}),
-    "pi, regression": Kind("pi", {}, momentum, own_loss=True),
-    "icarl": Kind("icarl", {"tasks": HEADS, "exemplars": 18}, outputs=6),
-    "van, task-free": Kind("van", {"task_free": True, "grow": True}, torch.optim.Adam),
-}
 
 SPOILT: list[Callable[[Tensor, Tensor], tuple[Any, Any]]] = [
     lambda x, y: (x * torch.nan, y),
@@ -132,21 +56,6 @@ ARGUMENTS: dict[str, tuple[int, list[st.SearchStrategy[Any]]]] = {  # how often 
 operations = st.sampled_from([name for name, (often, _) in ARGUMENTS.items() for _ in range(often)]).flatmap(
     lambda name: st.tuples(st.just(name), *ARGUMENTS[name][1])
 )
-
-
-def snapshot(learner: OnePass) -> dict[str, Any]:
-    """All that decides how learning goes on."""
-    module, memory, optimizer = learner.module, learner.memory, learner.fleet.optimizer
-    return {
-        "module": {name: t.detach().clone() for name, t in [*module.named_parameters(), *module.named_buffers()]},
-        "modes": [part.training for part in module.modules()],
-        "flags": [p.requires_grad for p in module.parameters()],
-        "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
-        "learner": ({name: t.clone() for name, t in learner.learner.state().items()}, learner.learner.counters()),
-        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters(), dict(memory._quota)),
-        "place": (learner.steps, learner.violations, learner.segment, learner.batches, learner.task, learner.outputs, learner.examples),
-        "luck": torch.get_rng_state(),
-    }
 
 
 def same(one: Any, other: Any) -> bool:
@@ -359,41 +268,6 @@ class Driver:
                 assert memory._group[row][0] == (0 if memory.task_free else task)
                 assert slot == label
             assert memory._group[row][1] in ((0,) if memory.policy == "reservoir" else (slot,))
-
-
-def check_memory(memory: LiveMemory, steps: int) -> None:
-    """The lists of a memory fit together."""
-    plan, rows = memory.plan, range(memory.size)
-    assert len(memory._group) == len(memory._arrived) == memory.size
-    assert memory.storage is None or memory.size <= memory.storage.rows
-    assert sorted(row for members in memory._members.values() for row in members) == list(rows)
-    for group, members in memory._members.items():
-        assert all(memory._group[row] == group for row in members)
-        assert memory._seen[group] >= len(members)
-    visible = set(memory._visible)
-    assert len(visible) == len(memory._visible) == memory.visible
-    assert memory._position == {row: place for place, row in enumerate(memory._visible)}
-    assert memory._rows is None or memory._rows.tolist() == memory._visible
-    assert memory._pending is None
-    fresh = set(memory._fresh)
-    if memory.task_free:
-        assert not fresh
-        coming = set(memory._coming)
-        for row in rows:
-            if row in visible:
-                assert memory._arrived[row] <= steps - plan.recent
-            else:
-                assert (memory._arrived[row], row) in coming
-    else:
-        assert not memory._coming
-        assert not fresh & visible
-        assert fresh | visible == set(rows)
-        assert all(memory._group[row][0] == memory.task for row in fresh)
-        assert max(memory.counts().values(), default=0) <= plan.per_task
-    assert sum(memory.counts().values()) == memory.size
-    assert sorted(row for found in memory.groups().values() for row in found) == sorted(visible)
-    assert plan.examples is None or memory.size <= plan.examples
-    assert plan.bytes is None or memory.nbytes <= plan.bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

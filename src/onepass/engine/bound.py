@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.fleet import Fleet, Output, Steps
 from onepass.engine.gradients import Gradients, Loss, Point
+from onepass.engine.modules import Buffers, check, check_scalar, copied, evaluating, square
 from onepass.engine.purity import pure
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
@@ -48,7 +48,7 @@ class Bound(Fleet):
         autocast: torch.dtype | None = None,
         head: str | None = None,
     ) -> None:
-        device = _check(module)
+        device = check(module)
         super().__init__(lambda: module, [seed], slots, [learning_rate], device=device, head=head)
         self.seed, self.optimizer, self.autocast = seed, optimizer, autocast
         self.loss: Loss = loss or self.cross_entropy
@@ -161,7 +161,7 @@ class Bound(Fleet):
         else:
             row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
         # What is not finite in a reference gradient may not show in the direction.
-        self._losses += [value] if self._passes == 1 else [value, _square(row)]
+        self._losses += [value] if self._passes == 1 else [value, square(row)]
         if self.tick is None:
             self._refuse_what_is_not_finite(row)
         elif self._passes == 1:
@@ -188,8 +188,8 @@ class Bound(Fleet):
         return pure(self._parts)
 
     def _measure(self, g: Tensor, g_ref: Tensor) -> None:
-        product, square, square_ref = (float(torch.dot(a, b)) for a, b in ((g, g_ref), (g, g), (g_ref, g_ref)))
-        cosine = product / math.sqrt(square * square_ref) if square * square_ref > 0 else 0.0
+        product, own, other = (float(torch.dot(a, b)) for a, b in ((g, g_ref), (g, g), (g_ref, g_ref)))
+        cosine = product / math.sqrt(own * other) if own * other > 0 else 0.0
         self.cosine = cosine if math.isnan(self.cosine) else min(cosine, self.cosine)
 
     def _by_autograd(self, batch: Batch, loss: Loss, theta: Tensor | None, update_buffers: bool, training: bool) -> tuple[Tensor, Tensor]:
@@ -199,11 +199,11 @@ class Bound(Fleet):
             if theta is not None:
                 around.enter_context(self._at(theta, None))
             if not training:
-                around.enter_context(_evaluating(module))
+                around.enter_context(evaluating(module))
             if not (training and update_buffers):
                 around.enter_context(self._undone())
             value = self.value(batch, loss)
-            _scalar(value)
+            check_scalar(value)
             trained = self._parameters[self.architecture.frozen :]
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
             if training and all(gradient is None for gradient in gradients):
@@ -227,26 +227,26 @@ class Bound(Fleet):
     def _refuse_what_is_not_finite(self, direction: Tensor) -> None:
         """Raise unless the losses of all passes and a direction are finite. This is the one question that a step asks the device."""
         # What is not finite in a gradient is not finite in the direction. One whose square overflows counts as infinite.
-        *losses, square = torch.cat([*self._losses, _square(direction)]).tolist()
+        *losses, last = torch.cat([*self._losses, square(direction)]).tolist()
         self._losses, self._passes, self.loss_before = [], 0, losses[0]
         for number, found in enumerate(losses):
             if not math.isfinite(found):
                 what = f"or its gradient on the episodic memory is not finite ({found})" if number else f"of this batch is {found}"
                 raise InputError(f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt")
-        if not math.isfinite(square):
+        if not math.isfinite(last):
             raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
 
     def answer(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
         module = self.architecture.module
-        with torch.no_grad(), _evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
-            return self.call(_copied(batch))
+        with torch.no_grad(), evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
+            return self.call(copied(batch))
 
     def loss_on(self, batch: Batch) -> float:
         """The loss of a batch in evaluation; changes nothing."""
         module = self.architecture.module
-        with torch.no_grad(), _evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
-            return float(self.value(_copied(batch), self.loss))
+        with torch.no_grad(), evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
+            return float(self.value(copied(batch), self.loss))
 
     def compete(self, slots: Slots) -> None:
         """From now on these outputs compete."""
@@ -255,8 +255,8 @@ class Bound(Fleet):
     def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
         module = self.architecture.module
         luck = torch_seeded(self.seed, self.device)
-        with torch.no_grad(), self._at(theta, buffers), _evaluating(module), self._undone(), luck, self.architecture.listening() as features:
-            logits = self.call(_copied(batch))
+        with torch.no_grad(), self._at(theta, buffers), evaluating(module), self._undone(), luck, self.architecture.listening() as features:
+            logits = self.call(copied(batch))
         return Output(logits[None].to(self.theta.dtype), (features[-1] if features else logits)[None].to(self.theta.dtype))
 
     @contextmanager
@@ -279,7 +279,7 @@ class Bound(Fleet):
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Buffers are afterwards as they were before."""
-        before = _Buffers(self._parts)
+        before = Buffers(self._parts)
         try:
             yield
         finally:
@@ -299,7 +299,7 @@ class Bound(Fleet):
     @contextmanager
     def _kept_if_refused(self) -> Iterator[None]:
         """After an error, buffers, modes and what was measured are as they were before."""
-        before, cosine = _Buffers(self._parts), self.cosine
+        before, cosine = Buffers(self._parts), self.cosine
         modes = [] if self.architecture.module.training else [(part, part.training) for part in self._parts]
         try:
             yield
@@ -333,7 +333,7 @@ class Bound(Fleet):
         """Take the step, or none: an optimizer may do what it likes with the parameters."""
         try:
             self._apply(direction)
-            if before is not None and not math.isfinite(float(_square(self.theta))):
+            if before is not None and not math.isfinite(float(square(self.theta))):
                 raise InputError("the optimizer's step leads to parameters that are not finite: take smaller steps; nothing was learnt")
         except BaseException:
             if before is not None:
@@ -365,77 +365,3 @@ class Bound(Fleet):
         """Go on from saved `counters()`, with parameters and buffers that are there already."""
         self._generation, self.number = counters["generation"], counters["number"]
         self.step.fill_(self.number)
-
-
-def _check(module: nn.Module) -> torch.device:
-    """The device of a module that can be wrapped."""
-    parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InputError(f"parameter '{name}' has no shape yet: show the module one batch before you wrap it")
-        if not parameter.is_floating_point():
-            raise InputError(f"parameter '{name}' is {parameter.dtype}: parameters must be real floating-point numbers")
-        if parameter.numel() and not parameter.is_meta and not bool(parameter.isfinite().all()):
-            raise InputError(f"parameter '{name}' is not finite: initialise the module before you wrap it")
-    if not any(p.requires_grad and p.numel() for p in parameters.values()):
-        raise InputError("the module has no trainable parameters: there is nothing to learn")
-    kinds = {p.dtype for p in parameters.values()}
-    if len(kinds) > 1:
-        raise InputError(
-            f"the module mixes parameters of {' and '.join(sorted(map(str, kinds)))}: convert it to one of them; for mixed precision use precision="
-        )
-    if any(p.is_meta for p in parameters.values()):
-        raise InputError("the module is on the meta device and has no values: move it to a real one with to_empty() and initialise it")
-    places = {p.device for p in parameters.values()}
-    if len(places) > 1:
-        raise InputError(f"the module is spread over {' and '.join(sorted(map(str, places)))}: move it to one device")
-    return places.pop()
-
-
-def _copied(batch: Batch) -> Batch:
-    """For a look that must leave no trace: a module may write into its inputs."""
-    return replace(batch, x=batch.x.clone(), extra={name: tensor.clone() for name, tensor in batch.extra.items()})
-
-
-def _square(row: Tensor) -> Tensor:
-    whole = row[0] if row.element_size() >= 4 else row[0].float()  # the square of a half-precision number overflows early
-    return torch.dot(whole, whole)[None].to(row.dtype if row.element_size() >= 4 else torch.float32)
-
-
-def _scalar(value: object) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"the loss must be one number a batch, and is {found}: take its mean")
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation, and after that every part of it as it was."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in before:
-            part.training = mode
-
-
-class _Buffers:
-    """The buffers of a module as they are now; `restore` brings them back, even those that were assigned anew."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        owners = [part._buffers for part in parts if part._buffers]
-        self._places = [(owner, name, buffer) for owner in owners for name, buffer in owner.items() if buffer is not None]
-        self._members: dict[torch.dtype, list[Tensor]] = {}
-        for _, _, buffer in self._places:
-            self._members.setdefault(buffer.dtype, []).append(buffer)
-        # One operation a kind: there are dozens of small buffers.
-        self._copies = {kind: torch.cat([b.detach().reshape(-1) for b in buffers]) for kind, buffers in self._members.items()}
-
-    def restore(self) -> None:
-        for owner, name, buffer in self._places:
-            owner[name] = buffer
-        for kind, buffers in self._members.items():
-            copies = torch.split_with_sizes(self._copies[kind], [b.numel() for b in buffers])
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.detach().copy_(copy.view(buffer.shape))

@@ -19,7 +19,7 @@ from torch import Tensor
 from onepass.draws import Ahead, Purpose, Source, uniform_at
 from onepass.engine.bound import Bound
 from onepass.errors import InputError, unknown
-from onepass.live.storage import Storage
+from onepass.live.storage import Storage, batch_of, columns_of
 from onepass.streams.batch import Batch
 
 Policy = Literal["class-balanced", "class-reservoir", "ring", "reservoir"]
@@ -132,7 +132,7 @@ class LiveMemory:
             rows = rows[self._ahead.sample(torch.tensor([self.fleet.number]), self.fleet.number, [n], count)[0]]
         elif self._in_order and self.fleet.is_pure():  # nothing has to be gathered, and nobody writes into it
             assert self.storage is not None
-            return _batch(self.storage.first(n, self.fleet.device))
+            return batch_of(self.storage.first(n, self.fleet.device))
         return self.take(rows)
 
     def drawn(self, count: int) -> int:
@@ -149,7 +149,7 @@ class LiveMemory:
 
     def prepare(self, batch: Batch) -> None:
         """Make room for a batch before its step is taken: if there is none, this is the time to say so."""
-        self._copy = {name: tensor.clone() for name, tensor in _values(batch).items()}  # a module may write into its inputs
+        self._copy = {name: tensor.clone() for name, tensor in columns_of(batch).items()}  # a module may write into its inputs
         if self.storage is None:
             self._open(self._copy)
             assert self.storage is not None
@@ -179,7 +179,7 @@ class LiveMemory:
 
     def take(self, rows: Tensor) -> Batch:
         assert self.storage is not None
-        return _batch(self.storage.take(rows, self.fleet.device))
+        return batch_of(self.storage.take(rows, self.fleet.device))
 
     @property
     def size(self) -> int:
@@ -391,12 +391,3 @@ class LiveMemory:
         for row in state["visible"].tolist():
             self._show(row)
         self._coming = deque((int(step), int(row)) for step, row in state["coming"].tolist())
-
-
-def _values(batch: Batch) -> dict[str, Tensor]:
-    return {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
-
-
-def _batch(values: dict[str, Tensor]) -> Batch:
-    extra = {name: tensor[None] for name, tensor in values.items() if name not in ("x", "slots")}
-    return Batch(values["x"][None], values["slots"][None], extra=extra)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onepass.errors import InputError, unknown
+from onepass.errors import InputError, first_line, unknown
+from onepass.files import check_writable
 from onepass.learners import METHODS, method
 from onepass.learners.base import Learner
 from onepass.live.memory import Memory
@@ -121,3 +124,31 @@ def check_method(name: str, options: Any, plan: Memory, classifies: bool, task_f
         raise InputError(f"the memory policy {plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream")
     if not classifies and name == "ewc" and options.fisher == "per-task" and options.labels == "model":
         raise InputError("ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'")
+
+
+def check_whole(**numbers: object) -> None:
+    """Raise unless these are whole numbers that fit: a seed of 64 bits, counts from 1."""
+    for name, value in numbers.items():
+        least = -(2**63) if name == "seed" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise InputError(f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {value!r}")
+
+
+def read_path(path: str | Path | None) -> Path | None:
+    if path is None:
+        return None
+    if not isinstance(path, (str, Path)):
+        raise InputError(f"autosave must be the path of a file, got {type(path).__name__}")
+    check_writable(Path(path))
+    return Path(path)
+
+
+@contextmanager
+def refusing(what: str, then: str) -> Iterator[None]:
+    """Whatever the user's own code raises, in one sentence."""
+    try:
+        yield
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except Exception as reason:
+        raise InputError(f"{what} ({first_line(reason)}): {then}") from reason

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.errors import InputError
+from onepass.streams.batch import Batch
 
 
 class Storage:
@@ -71,3 +72,12 @@ class Storage:
     def take(self, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Some rows, as copies on a device."""
         return {name: column.index_select(0, rows.to(column.device)).to(device) for name, column in self.columns.items()}
+
+
+def columns_of(batch: Batch) -> dict[str, Tensor]:
+    return {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
+
+
+def batch_of(values: dict[str, Tensor]) -> Batch:
+    extra = {name: tensor[None] for name, tensor in values.items() if name not in ("x", "slots")}
+    return Batch(values["x"][None], values["slots"][None], extra=extra)

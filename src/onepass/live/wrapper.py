@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,14 +14,27 @@ from torch.optim import Optimizer
 
 from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
-from onepass.errors import InputError, first_line, unknown
-from onepass.files import check_writable
+from onepass.errors import InputError, unknown
 from onepass.learners.base import Learner
 from onepass.live.growth import check_head, grow
 from onepass.live.inputs import Examples, X, kind_of, read_inputs, read_labels, read_target
 from onepass.live.memory import LiveMemory, Memory
 from onepass.live.optimisers import check_optimizer
-from onepass.live.settings import PRECISIONS, Name, OwnLoss, Tasks, check_method, read_learning_rate, read_method, read_settings, read_tasks
+from onepass.live.rollback import or_as_before
+from onepass.live.settings import (
+    PRECISIONS,
+    Name,
+    OwnLoss,
+    Tasks,
+    check_method,
+    check_whole,
+    read_learning_rate,
+    read_method,
+    read_path,
+    read_settings,
+    read_tasks,
+    refusing,
+)
 from onepass.live.watching import Callback, Watch
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
@@ -94,22 +106,18 @@ class OnePass:
         if precision not in PRECISIONS:
             raise unknown("precision", str(precision), PRECISIONS)
         self._tasks = read_tasks(tasks)
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-            raise InputError(f"the seed must be a whole number of 64 bits, got {seed!r}")
+        check_whole(seed=seed, watch_every=watch_every, autosave_every=autosave_every)
         self.task_free, self._seed, self._precision = bool(task_free), seed, precision
         self.plan = Memory() if memory is None else memory
         if not isinstance(self.plan, Memory):
             raise InputError(f"the memory must be described by onepass.Memory, got {type(memory).__name__}")
-        for every, name in ((watch_every, "watch_every"), (autosave_every, "autosave_every")):
-            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-                raise InputError(f"{name} must be a whole number of batches above 0, got {every!r}")
         check_method(method, self._options, self.plan, self.classifies, task_free, self._tasks)
         check_optimizer(optimizer, module)
         self.head = check_head(module, grow) if grow is not False else None
         if self.head is not None and not self.classifies:
             raise InputError("only classes can grow the head: leave grow out with a loss of your own")
         self._watch = Watch(self, watch, watch_every)
-        self._autosave, self._autosave_every = _path(autosave), autosave_every
+        self._autosave, self._autosave_every = read_path(autosave), autosave_every
         originals = [(p, p.data) for p in module.parameters()]
         try:
             self._assemble(learner_type, loss, optimizer)
@@ -142,6 +150,7 @@ class OnePass:
         # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
         self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
         self._sample: list[Tensor] = []  # some inputs, to export with
+        self.undo: Callable[[], None] | None = None  # what takes growth back, while a batch is learnt
 
     # ---- learning
 
@@ -154,7 +163,7 @@ class OnePass:
         self._check_labels(labels, name)
         growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
         if crossing or growing or self.batches == 0:
-            with self._or_as_before():
+            with or_as_before(self):
                 self._begin(batch, labels, name, crossing)
                 self._learn(batch, labels)
         else:
@@ -175,7 +184,7 @@ class OnePass:
     def _begin(self, batch: Batch, labels: list[int], task: Name | None, crossing: bool) -> None:
         """What comes before a batch of a new task, or with new classes, or before the very first one."""
         if crossing:
-            self.end_task()
+            self._end(None)
         self.task = task
         if self.classifies and self.outputs is None:
             self.outputs = self._probe(batch)
@@ -191,29 +200,6 @@ class OnePass:
         if self.examples is None:
             self.fleet.replays = self._common_sizes(len(labels))
 
-    @contextmanager
-    def _or_as_before(self) -> Iterator[None]:
-        """All or nothing, for what changes more than a step does."""
-        own = {name: getattr(self, name) for name in ("segment", "batches", "task", "outputs")}
-        fleet, learner = self.fleet.marked(), self.learner.marked()
-        memory = None if self.memory is None else self.memory.marked()
-        best = dict(self._watch.best)
-        self._undo: Callable[[], None] | None = None
-        try:
-            yield
-        except BaseException:
-            if self._undo is not None:
-                self._undo()
-            vars(self).update(own)
-            self.fleet.go_back(fleet)
-            vars(self.learner).update(learner)
-            if self.memory is not None and memory is not None:
-                vars(self.memory).update(memory)
-            self._watch.best = best
-            raise
-        finally:
-            self._undo = None
-
     def _common_sizes(self, batch: int) -> set[int]:
         """Of the batches that will be seen again and again, if the first one is like the others. A head that grows would make programs void."""
         if self.head is not None:
@@ -226,7 +212,7 @@ class OnePass:
         if self.memory is not None:
             self.memory.prepare(batch)
         try:
-            with _refusing("the module or the loss refused the batch", "nothing was learnt from it"):
+            with refusing("the module or the loss refused the batch", "nothing was learnt from it"):
                 self._watch.before(batch)
                 self.fleet.learn(self.learner, batch)
         except BaseException:
@@ -248,6 +234,11 @@ class OnePass:
         if self.batches == 0:
             raise InputError("no batch was observed since the last task ended: observe some before end_task()")
         self.fleet.intact()
+        self._end(again)
+        if self._autosave is not None:
+            self.save(self._autosave)
+
+    def _end(self, again: Iterable[tuple[X, object]] | None) -> None:
         if self.learner.needs_review:
             if again is None:
                 other = " or choose fisher='moving-average'" if self.method == "ewc" else ""
@@ -256,8 +247,6 @@ class OnePass:
         self.learner.end_task()
         self._watch.ended()
         self.segment, self.batches, self.task = self.segment + 1, 0, None
-        if self._autosave is not None:
-            self.save(self._autosave)
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
@@ -270,7 +259,7 @@ class OnePass:
             batches.append(batch)
         if not batches:
             raise InputError(f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches")
-        with _refusing("the module or the loss refused the data given again", "the task has not ended"):
+        with refusing("the module or the loss refused the data given again", "the task has not ended"):
             self.learner.review(batches)
 
     def _grow(self, outputs: int) -> None:
@@ -285,7 +274,7 @@ class OnePass:
                 f"layer '{self.head}' has {width} outputs and the module {self.outputs}, so it is not the last one: name that with grow='…'"
             )
         before = self.fleet.theta.shape[1]
-        carry, self._undo = grow(self.fleet, self.head, outputs)
+        carry, self.undo = grow(self.fleet, self.head, outputs)
         self.learner.resize(before, carry)
         self.outputs = outputs
         if not self._tasks:
@@ -314,7 +303,7 @@ class OnePass:
         self.fleet.keywords = keywords
         slot = self._tasks[task][0] if task is not None and self._tasks else 0
         batch = self._batch(tensors, torch.full((len(tensors[0]),), slot), None)
-        with _refusing("the module refused the batch", "give it what it takes"):
+        with refusing("the module refused the batch", "give it what it takes"):
             return self.learner.scores(batch)[0] if self.classifies else cast(Tensor, self.fleet.answer(batch))
 
     # ---- looking
@@ -435,32 +424,12 @@ class OnePass:
             )
 
     def _probe(self, batch: Batch) -> int:
-        with _refusing("the module refused the batch", "nothing was learnt from it"):
+        with refusing("the module refused the batch", "nothing was learnt from it"):
             found = self.fleet.answer(batch)
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != batch.slots.shape[1] or found.shape[1] < 2:
             raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
         return found.shape[1]
-
-
-@contextmanager
-def _refusing(what: str, then: str) -> Iterator[None]:
-    """Whatever the user's own code raises, in one sentence."""
-    try:
-        yield
-    except (InputError, torch.OutOfMemoryError):
-        raise
-    except Exception as reason:
-        raise InputError(f"{what} ({first_line(reason)}): {then}") from reason
-
-
-def _path(autosave: str | Path | None) -> Path | None:
-    if autosave is None:
-        return None
-    if not isinstance(autosave, (str, Path)):
-        raise InputError(f"autosave must be the path of a file, got {type(autosave).__name__}")
-    check_writable(Path(autosave))
-    return Path(autosave)
 
 
 def _own(loss: OwnLoss) -> Loss:

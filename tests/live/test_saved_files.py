@@ -1,0 +1,323 @@
+"""The file of a learner is whole whatever happens while it is written, and one that is not what was saved is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn, optim
+
+from live_saving import (
+    MIDDLE,
+    OPTIMIZERS,
+    TASKS,
+    Case,
+    net,
+    square,
+    values,
+)
+from onepass import InputError, Memory, OnePass
+from onepass.live import saving
+from onepass.live.saving import packed
+from toys import FEATURES, Normed, mutated
+
+# ---- the file
+
+
+@cache
+def content_of_a_file() -> bytes:
+    case = Case(tasks=TASKS)
+    learner = case.start()
+    case.run(learner, 0, MIDDLE)
+    return packed(learner)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(content_of_a_file())
+    return tmp_path / "file"
+
+
+def about_in(content: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack("<Q", content[:8])
+    about: dict[str, Any] = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["onepass"])
+    return about
+
+
+def with_about(content: bytes, about: Any) -> bytes:
+    return safetensors.torch.save(safetensors.torch.load(content), metadata={"onepass": about if isinstance(about, str) else json.dumps(about)})
+
+
+def test_the_file_is_plain_safetensors_with_a_json_header(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with safetensors.safe_open(saved, "pt") as file:
+        about = json.loads(file.metadata()["onepass"])
+        names = set(file.keys())
+        weight = file.get_tensor("module.0.weight")
+    assert about["format"] == saving.FORMAT == 1
+    assert about["settings"]["method"] == "a-gem"
+    assert {name.partition(".")[0] for name in names} == {"module", "learner", "memory", "sample"}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("somebody unpickles")
+
+    for place in ("pickle.loads", "pickle.load", "pickle.Unpickler", "torch.load"):
+        monkeypatch.setattr(place, refuse)
+    loaded = Case().load(saved)
+    assert torch.equal(dict(loaded.module.named_parameters())["0.weight"], weight)
+
+
+def test_an_autosaved_file_is_the_one_that_save_writes(tmp_path: Path) -> None:
+    case = Case(settings={"autosave": tmp_path / "auto", "autosave_every": 2})
+    learner = case.start()
+    case.run(learner, 0, 1)
+    assert not (tmp_path / "auto").exists()
+    case.run(learner, 1, 2)
+    learner.save(tmp_path / "by hand")
+    assert (tmp_path / "auto").read_bytes() == (tmp_path / "by hand").read_bytes()
+    case.run(learner, 2, 3)
+    assert (tmp_path / "auto").read_bytes() == (tmp_path / "by hand").read_bytes()
+
+
+# A child that imports once and then forks, for each delay, one that saves over and over until it is killed.
+SAVES = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from onepass import OnePass
+torch.set_num_threads(1)
+path, delays = sys.argv[1], [float(word) for word in sys.argv[2:]]
+learner = OnePass(nn.Linear(200, 100), "a-gem", learning_rate=0.01)
+learner.observe(torch.randn(10, 200), torch.arange(10))
+learner.save(path)
+for delay in delays:
+    child = os.fork()
+    if child == 0:
+        while True:
+            learner.observe(torch.randn(10, 200), torch.arange(10))
+            learner.save(path)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    delays = [f"{chance.uniform(0.01, 0.12):.4f}" for _ in range(10)]
+    command = [sys.executable, "-c", SAVES, str(tmp_path / "file"), *delays]
+    steps = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for _ in delays:
+            assert child.stdout.readline() == "killed\n"
+            loaded = OnePass.load(tmp_path / "file", nn.Linear(200, 100))
+            steps.append(loaded.steps)
+            loaded.observe(torch.randn(10, 200), torch.arange(10))
+            child.stdin.write("on\n")
+            child.stdin.flush()
+        assert child.wait(timeout=60) == 0
+    assert min(steps) >= 1
+    assert len(set(steps)) > 1, "nothing was ever saved"
+
+
+# ---- what is refused
+
+
+def refusal(path: Path, module: nn.Module | None = None, **given: Any) -> str:
+    """The sentence with which a load is refused, which must leave the module alone."""
+    module = net() if module is None else module
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(InputError) as caught:
+        OnePass.load(path, module, **given)
+    after = module.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert len(sentence) > 15
+    return sentence
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_damaged_file_is_refused_and_never_loads_wrongly(seed: int, saved: Path) -> None:
+    content = saved.read_bytes()
+    damaged = mutated(content, random.Random(seed))
+    saved.write_bytes(damaged)
+    if damaged != content:
+        refusal(saved)
+
+
+def test_a_header_with_one_wrong_digit_is_refused(saved: Path) -> None:
+    content = saved.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    digits = [place for place in range(8, 8 + length) if chr(content[place]).isdigit()]
+    for place in random.Random(1).sample(digits, 60):
+        damaged = bytearray(content)
+        damaged[place] = ord("1") if content[place] != ord("1") else ord("2")
+        saved.write_bytes(damaged)
+        refusal(saved)
+
+
+def test_a_header_that_lacks_something_or_has_something_else_is_refused(saved: Path) -> None:
+    content = saved.read_bytes()
+    about = about_in(content)
+    for key in about:
+        without = {name: value for name, value in about.items() if name != key}
+        for changed in (without, about | {key: {}}, about | {key: [7]}, about | {key: "x"}):
+            if changed != about:
+                saved.write_bytes(with_about(content, changed))
+                refusal(saved)
+    for key in about["settings"]:
+        saved.write_bytes(with_about(content, about | {"settings": {name: value for name, value in about["settings"].items() if name != key}}))
+        refusal(saved)
+
+
+@pytest.mark.parametrize("about", ["", "null", "[]", "7", "{}", '{"format": 1}', "[" * 5000], ids=lambda text: text[:5] or "empty")
+def test_a_safetensors_file_that_is_not_ours_is_refused(about: str, saved: Path) -> None:
+    saved.write_bytes(with_about(saved.read_bytes(), about))
+    assert "save()" in refusal(saved) or "damaged" in refusal(saved)
+
+
+def test_a_file_without_a_header_of_ours_or_no_file_at_all_is_refused(saved: Path) -> None:
+    saved.write_bytes(safetensors.torch.save({"weight": torch.zeros(3)}))
+    assert "damaged or not a file that save() wrote" in refusal(saved)
+    for content in (b"", b"\x00" * 8, b"\xff" * 8, b"\xff" * 200, b"PK\x03\x04", b"{}", os.urandom(300)):
+        saved.write_bytes(content)
+        assert "damaged or not a file that save() wrote" in refusal(saved)
+    assert "cannot read" in refusal(saved.parent / "nothing")
+    assert "cannot read" in refusal(saved.parent)
+
+
+@pytest.mark.parametrize("number", [2, 17, 0, -1, "1", None, 1.5])
+def test_a_format_of_the_future_is_refused(number: object, saved: Path) -> None:
+    content = saved.read_bytes()
+    saved.write_bytes(with_about(content, about_in(content) | {"format": number}))
+    sentence = refusal(saved)
+    if isinstance(number, int) and number > 1:
+        assert f"format {number}" in sentence
+        assert "reads 1" in sentence
+
+
+def grouped(parameters: Any) -> optim.Optimizer:
+    return optim.Adam([{"params": [p]} for p in parameters], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (
+            nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 9)),
+            "is torch.float32 of shape [9",
+        ),
+        (nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6, bias=False)), "'2.bias' is only in the file"),
+        (nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6), nn.BatchNorm1d(6)), "is only in the module"),
+        (net().double(), "torch.float64"),
+        (Normed(), "only in"),
+    ],
+    ids=["other shape", "less", "more", "other precision", "quite another"],
+)
+def test_a_module_that_does_not_fit_is_refused(module: nn.Module, words: str, saved: Path) -> None:
+    sentence = refusal(saved, module)
+    assert sentence.startswith("the module does not fit the file")
+    assert words in sentence
+
+
+def test_what_the_file_holds_cannot_be_given_again(saved: Path) -> None:
+    for name, value in {"seed": 3, "method": "er", "learning_rate": 0.1, "memory": Memory(), "nonsense": 1}.items():
+        assert f"'{name}'" in refusal(saved, **{name: value})
+
+
+def test_a_loss_or_an_optimizer_that_is_missing_or_too_much_is_refused(saved: Path) -> None:
+    assert "leave out loss=" in refusal(saved, loss=square)
+    module = net()
+    assert "leave out optimizer=" in refusal(saved, module, optimizer=optim.SGD(module.parameters(), lr=0.1))
+    case = Case(data=values, loss=square, optimizer=OPTIMIZERS["Adam"])
+    learner = case.start()
+    case.run(learner, 0, MIDDLE)
+    learner.save(saved)
+    module = net()
+    adam = optim.Adam(module.parameters(), lr=0.1)
+    assert "give loss=" in refusal(saved, module, optimizer=adam)
+    assert "give optimizer=" in refusal(saved, loss=square)
+    assert "not the module's" in refusal(saved, loss=square, optimizer=adam)
+
+
+@pytest.mark.parametrize(("other", "words"), [(partial(optim.SGD, lr=0.1), "Adam"), (grouped, "groups"), (partial(optim.AdamW, lr=0.1), "Adam")])
+def test_another_optimizer_is_refused(other: Callable[[Any], optim.Optimizer], words: str, saved: Path) -> None:
+    case = Case(optimizer=OPTIMIZERS["Adam"])
+    learner = case.start()
+    case.run(learner, 0, MIDDLE)
+    learner.save(saved)
+    module = net()
+    optimizer = other(module.parameters())
+    before = repr(optimizer.state_dict())
+    assert words in refusal(saved, module, optimizer=optimizer)
+    assert repr(optimizer.state_dict()) == before
+
+
+# ---- no room
+
+
+def failing(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("os.fsync", errno.ENOSPC), ("os.replace", errno.EACCES), ("tempfile.mkstemp", errno.EROFS), ("os.fsync", errno.EIO)]
+)
+def test_a_place_that_cannot_be_written_is_one_sentence_and_the_old_file_stays(
+    call: str, code: int, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, content = Case(tasks=TASKS), saved.read_bytes()
+    learner = case.load(saved)
+    case.run(learner, MIDDLE, 7)
+    now = packed(learner)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"onepass.files.{call}", failing(code))
+        with pytest.raises(InputError, match=os.strerror(code)) as caught:
+            learner.save(saved)
+    assert "\n" not in str(caught.value)
+    assert str(saved) in str(caught.value)
+    assert saved.read_bytes() == content
+    assert list(saved.parent.iterdir()) == [saved], "nothing temporary is left"
+    assert packed(learner) == now
+    learner.save(saved)
+    assert saved.read_bytes() == now
+
+
+def test_places_that_do_not_exist_or_are_full_or_are_folders_are_refused(saved: Path) -> None:
+    learner = Case().load(saved)
+    for path in (saved / "below a file", saved.parent / "missing" / "file", saved.parent, Path("/dev/full")):
+        with pytest.raises(InputError, match="cannot write"):
+            learner.save(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may write everywhere")
+def test_a_folder_that_is_read_only_is_refused(saved: Path) -> None:
+    learner, content = Case().load(saved), saved.read_bytes()
+    saved.parent.chmod(0o555)
+    try:
+        with pytest.raises(InputError, match="cannot write"):
+            learner.save(saved)
+    finally:
+        saved.parent.chmod(0o755)
+    assert saved.read_bytes() == content

@@ -1,0 +1,155 @@
+"""A learner in the middle of its second task, and whether something that was refused left a trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass import InputError, OnePass
+from toys import FEATURES
+
+CLASSES = 4
+
+
+class Rich(nn.Module):
+    """Buffers that move, layers that draw random numbers, a part that is frozen, another that is always in evaluation; and trouble on demand.
+
+    Trouble comes in the pass of that number (in training) since `trouble` was set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.still = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.body = nn.Linear(FEATURES, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.drop = nn.Dropout(0.3)
+        self.aside = nn.Dropout(0.9)
+        self.head = nn.Linear(7, CLASSES)
+        self.make(None)
+
+    def make(self, trouble: str | None, at: int = 1) -> None:
+        self.trouble, self.left = trouble, at
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.head(self.aside(self.drop(self.norm(torch.tanh(self.body(self.still(x)))))))
+        self.left -= self.training
+        if self.left != 0 or not self.training:
+            return out
+        match self.trouble:
+            case "nan" | "inf":
+                return out * float(self.trouble)
+            case "gradient":  # adds nothing, with a slope that is not a number
+                return out + (out - out.detach()).sum().abs().sqrt()
+            case "shape":
+                return out[:, :1, None]
+            case "tuple":
+                return out, out
+            case None:
+                return out
+        raise {
+            "runtime": RuntimeError,
+            "value": ValueError,
+            "type": TypeError,
+            "index": IndexError,
+            "attribute": AttributeError,
+            "key": KeyError,
+            "assertion": AssertionError,
+        }[self.trouble](f"no {self.trouble}\nand a second line")
+
+
+def batch(size: int = 8, seed: int = 0, classes: range = range(CLASSES)) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, FEATURES, generator=generator), torch.randint(classes.start, classes.stop, (size,), generator=generator)
+
+
+def in_a_second_task(method: str = "a-gem", module: nn.Module | None = None, adam: bool = True, **settings: Any) -> OnePass:
+    """A learner with a past, in the middle of a task."""
+    module = Rich() if module is None else module
+    if adam:
+        settings["optimizer"] = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.01)
+    else:
+        settings["learning_rate"] = 0.05
+    if method == "icarl":
+        settings["tasks"] = [[0, 1], [2, 3]]
+    learner = OnePass(module, method, **settings)
+    heads = method == "icarl"
+    one = [batch(seed=s, classes=range(2) if heads else range(CLASSES)) for s in range(3)]
+    two = [batch(seed=s, classes=range(2, 4) if heads else range(CLASSES)) for s in range(3, 5)]
+    if not learner.classifies:
+        one, two = [(x, x[:, :CLASSES]) for x, _ in one], [(x, -x[:, :CLASSES]) for x, _ in two]
+    for x, y in one:
+        learner.observe(x, y)
+    if not learner.task_free:
+        learner.end_task(again=one if learner.learner.needs_review else None)
+    for x, y in two:
+        learner.observe(x, y)
+    if isinstance(module, Rich):
+        module.aside.eval()
+    return learner
+
+
+def snapshot(learner: OnePass) -> dict[str, Any]:
+    """All that a refused call must not change."""
+    module, optimizer = learner.module, learner.fleet.optimizer
+    return copy.deepcopy(
+        {
+            "values": {name: t.detach().clone() for name, t in [*module.state_dict().items(), *module.named_buffers()]},
+            "which": [(name, id(p), p.data_ptr(), p.requires_grad, p.grad is None) for name, p in module.named_parameters()],
+            "layers": [str(part) for part in module.modules()],
+            "modes": [part.training for part in module.modules()],
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "learner": (learner.learner.state(), learner.learner.counters()),
+            "memory": None if learner.memory is None else (learner.memory.state(), learner.memory.counters(), learner.memory.nbytes),
+            "place": (learner.steps, int(learner.fleet.step), learner.violations, learner.segment, learner.batches, learner.task),
+            "kind": (learner.outputs, learner.examples, learner.fleet.slots),
+            "luck": torch.get_rng_state(),
+        }
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        here = isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+        return here and (one.is_meta or torch.equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def check_sentence(error: BaseException, words: tuple[str, ...]) -> None:
+    message = str(error)
+    assert type(error) is InputError
+    assert isinstance(error, ValueError)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message
+
+
+@contextmanager
+def refused(learner: OnePass, *words: str) -> Iterator[None]:
+    """What happens inside raises an error of one sentence with these words, and changes nothing."""
+    before = snapshot(learner)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is looked at below
+        yield
+    check_sentence(caught.value, words)
+    after = snapshot(learner)
+    changed = [key for key in before if not same(before[key], after[key])]
+    assert not changed, "a refused call changed something"
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(FEATURES, CLASSES), nn.Linear(3, CLASSES)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        out: Tensor = self.left(left) + self.right(right)
+        return out

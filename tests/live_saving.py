@@ -1,0 +1,119 @@
+"""Learners and their streams to be saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from onepass import Memory, OnePass
+from onepass.learners import METHODS
+from toys import FEATURES
+
+SUPPORTED = {name: found.learner for name, found in METHODS.items() if not (found.joined or found.learner.own_network)}
+TASKS = [[0, 1], [2, 3], [4, 5]]
+SMALL = Memory(per_task=7)
+
+# What happens: (task, batch), or the end of a task.
+EVENTS: list[tuple[int, int] | str] = [(0, 0), (0, 1), (0, 2), "end", (1, 0), (1, 1), (1, 2), "end", (2, 0), (2, 1), (2, 2)]
+MIDDLE, BETWEEN = 6, 4
+
+Data = Callable[[int, int], tuple[Any, Tensor]]
+
+
+def numbers(task: int, batch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * task + batch)
+
+
+def classes(task: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Two classes a task."""
+    generator = numbers(task, batch)
+    y = torch.randint(2 * task, 2 * task + 2, (6,), generator=generator)
+    return torch.randn(6, FEATURES, generator=generator) + y[:, None] / 2, y
+
+
+def values(task: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Something to predict that changes from task to task."""
+    generator = numbers(task, batch)
+    x = torch.randn(6, FEATURES, generator=generator)
+    return x, (x[:, :2] * (1 - task)).repeat(1, 3)
+
+
+class Own(nn.Sequential):
+    """A class of somebody's own, which is called as it is."""
+
+
+def net(outputs: int = 6) -> nn.Module:
+    return Own(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def square(outputs: Tensor, y: Tensor) -> Tensor:
+    return (outputs - y).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A learner and its stream."""
+
+    method: str = "a-gem"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    build: Callable[[], nn.Module] = net
+    data: Data = classes
+    optimizer: Callable[[Any], optim.Optimizer] | None = None
+    loss: Callable[[Any, Tensor], Tensor] | None = None
+    tasks: Any = None
+
+    def start(self) -> OnePass:
+        torch.manual_seed(1)
+        module = self.build()
+        own = {"strength": 0.5, "reference_batch": 4, "exemplars": 12, "fisher_every": 2, "margin": 0.1}
+        known = {*SUPPORTED[self.method].hyperparameters, *SUPPORTED[self.method].options.__dataclass_fields__}
+        rate = {"learning_rate": 0.2} if self.optimizer is None else {}
+        chosen = (
+            {"memory": SMALL, "seed": 3, "tasks": self.tasks} | {name: value for name, value in own.items() if name in known} | dict(self.settings)
+        )
+        return OnePass(module, self.method, **rate, **self.given(module), **chosen)
+
+    def given(self, module: nn.Module) -> dict[str, Any]:
+        """What a file cannot hold."""
+        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer(module.parameters())}
+        return optimizer if self.loss is None else optimizer | {"loss": self.loss}
+
+    def load(self, path: Path) -> OnePass:
+        torch.manual_seed(2)  # a module with other values
+        module = self.build()
+        return OnePass.load(path, module, **self.given(module))
+
+    def run(self, learner: OnePass, begin: int = 0, end: int = len(EVENTS)) -> list[float]:
+        """The losses of these events."""
+        losses = []
+        for place in range(begin, end):
+            event = EVENTS[place]
+            if not isinstance(event, str):
+                losses.append(learner.observe(*self.data(*event)))
+            elif not learner.task_free:
+                learner.end_task(again=[self.data(*before) for before in EVENTS[place - 3 : place] if not isinstance(before, str)])
+        return losses
+
+    def answers(self, learner: OnePass) -> Tensor:
+        """Outputs for examples of the tasks that have ended."""
+        return torch.cat([learner.scores(self.data(task, 9)[0]) for task in (0, 1)]).nan_to_num()
+
+
+def torch_optimizer(kind: type[optim.Optimizer], **settings: Any) -> Callable[[Any], optim.Optimizer]:
+    return partial(kind, **settings)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": torch_optimizer(optim.SGD, lr=0.2),
+    "momentum": torch_optimizer(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": torch_optimizer(optim.Adam, lr=0.02),
+    "AdamW": torch_optimizer(optim.AdamW, lr=0.02, amsgrad=True),
+    "RMSprop": torch_optimizer(optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "Adagrad": torch_optimizer(optim.Adagrad, lr=0.05, lr_decay=0.1),
+}
