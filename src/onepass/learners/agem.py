@@ -26,12 +26,11 @@ def project(g: Tensor, reference: Tensor, out: Tensor | None = None) -> tuple[Te
     (tensor([[0., 1.]]), tensor([[True]]))
     """
     product = dot(g, reference)
-    if len(g) == 1 and g.device.type == "cpu":  # one run may ask: passes over all parameters are saved
-        square = dot(reference, reference)
-        violated = (product < 0) & (square > TINY)
-        return (torch.addcmul(g, product / square, reference, value=-1, out=out) if violated else g), violated
-    square = torch.linalg.vector_norm(reference, dim=1, keepdim=True).square()
+    alone = len(g) == 1 and g.device.type == "cpu"  # one run may ask, and is saved passes over all parameters
+    square = dot(reference, reference) if alone else torch.linalg.vector_norm(reference, dim=1, keepdim=True).square()
     violated = (product < 0) & (square > TINY)
+    if alone and not violated:
+        return g, violated
     return torch.addcmul(g, torch.where(violated, product / square, 0), reference, value=-1, out=out), violated
 
 
