@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from onepass.errors import InputError
-from onepass.files import canonical, digest, write
+from onepass.files import StorageError, canonical, digest, write
 from onepass.live.growth import check_head, grow
 from onepass.live.inputs import Examples
 from onepass.live.memory import Memory
@@ -33,7 +33,11 @@ AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave", "autosave_ever
 def save(owner: OnePass, path: Path) -> None:
     """Write everything that decides how learning goes on."""
     owner.fleet.intact()
-    write(path, packed(owner))
+    try:
+        write(path, packed(owner))
+    except StorageError as reason:  # whose advice is for a command
+        why = str(reason).partition(": make room")[0]
+        raise InputError(f"{why}: make room or choose another place; what was saved before is still there") from None
 
 
 def packed(owner: OnePass) -> bytes:
