@@ -6,13 +6,14 @@ For a small fully connected net (784-256-256-10), a ResNet-18 (11 million parame
 width 128, 32 tokens): batch 10 and the reference batch in the table, which both draw at random from a memory twice as large. The plain steps
 are those of a plain loop with `torch.optim.SGD`; all are measured in turns in one run, and the ratio is the median of the rounds' ratios. The
 last columns are megabytes: the peak of a step of `OnePass` minus the peak of a plain step, beside the paper's formula for that difference,
-`P + M·H`: `P` the parameters, `M` the reference batch, and `H` what one more example in its batch costs a plain step (measured), plus the
-example itself.
+`P + M·H`: `P` the parameters, `M` the reference batch, and `H` what one more example in a large batch costs a plain step (measured between
+`2 M` and `3 M`, where activations and not the gradients of parameters make the peak), plus the example itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -122,8 +123,10 @@ def memory(build: Callable[[], nn.Module], device: str, reference: int, batch: t
     """Extra bytes of an A-GEM step over a plain step, the examples in the memory aside, and the paper's formula for them."""
     module = build().to(device)
     parameters = sum(p.nbytes for p in module.parameters())
-    once, twice = (peak(plain_step(module, past[0][: n * reference], past[1][: n * reference]), module, device) for n in (1, 2))
-    hidden = twice - once  # M·H: what a plain step needs more for so many more examples
+    many = [tensor.repeat(2, *[1] * (tensor.dim() - 1)) for tensor in past]
+    fewer, more = (peak(plain_step(module, *(tensor[: n * reference] for tensor in many)), module, device) for n in (2, 3))
+    hidden = more - fewer  # M·H: what a plain step needs more for so many more examples
+    del many
     plain = peak(plain_step(module, *batch), module, device)
     learner = agem(module, past, reference)
     agem_peak = peak(lambda: learner.observe(*batch), module, device)
@@ -140,11 +143,12 @@ def peak(step: Step, module: nn.Module, device: str) -> int:
     """Bytes at the worst moment of a step: all there are on a GPU, those that the step itself takes on a CPU."""
     step()
     module.zero_grad()
+    gc.collect()  # what was traced leaves cycles behind
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
-        most = torch.cuda.max_memory_allocated()
+        most = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # what the allocator rounds up depends on what was there before
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from live_saving import (
     values,
 )
 from onepass import Memory, OnePass
+from onepass.errors import InputError
 from onepass.live.saving import packed
 from toys import FEATURES, Dropped, Normed, Tied, small_net
 
@@ -275,3 +278,11 @@ def test_what_was_watched_goes_on(tmp_path: Path) -> None:
     case.run(OnePass.load(tmp_path / "file", net(), watch=cut.append, watch_every=2), 7)
     assert [report["forgetting"] for report in cut] == [report["forgetting"] for report in whole]
     assert len(cut) == 4
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_learner_that_is_copied_or_pickled_says_how_to_do_it(how: Callable[[OnePass], object]) -> None:
+    learner = Case().start()
+    with pytest.raises(InputError, match="save it, and load the file with a copy of the module"):
+        how(learner)
+    learner.observe(*classes(0, 0))  # and goes on

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,7 @@ class Bound(Fleet):
         """How the module looks now, so that a glance tells whether somebody has changed it."""
         trained = dict(zip(map(id, self._parameters), (place >= self.architecture.frozen for place in range(len(self._parameters))), strict=True))
         self._parts = list(self.architecture.module.modules())
+        self._children = [list(part._modules.values()) for part in self._parts]
         self._owned = [
             (part._parameters, name, p, 0 if p is None else p.data_ptr(), p is not None and trained[id(p)])
             for part in self._parts
@@ -99,7 +100,8 @@ class Bound(Fleet):
 
     def intact(self) -> None:
         """Raise unless the module's parameters still are the views we made."""
-        same = self._parts == list(self.architecture.module.modules()) and len(self._owned) == sum(len(part._parameters) for part in self._parts)
+        same = all(list(part._modules.values()) == children for part, children in zip(self._parts, self._children, strict=True))
+        same = same and len(self._owned) == sum(len(part._parameters) for part in self._parts)
         if same and all(
             owner.get(name) is parameter and (parameter is None or (parameter.data_ptr() == place and parameter.requires_grad == trained))
             for owner, name, parameter, place, trained in self._owned
@@ -208,21 +210,18 @@ class Bound(Fleet):
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
             if training and all(gradient is None for gradient in gradients):
                 raise InputError("the loss does not depend on the module's trainable parameters: compute it from the outputs, without detach()")
-        row = self.gradients.place(self.theta)
-        self._flatten(gradients, row[0, self.trainable])
-        self._idle &= {number for number, gradient in enumerate(gradients) if gradient is None}
+        row, (places,) = self.gradients.place(self.theta)
+        used = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+        self._put(used, places[self.architecture.frozen :])
+        self._idle -= used.keys()
         return row, value.detach().to(self.theta.dtype if self.theta.element_size() >= 4 else torch.float32).view(1)
 
-    def _flatten(self, gradients: Sequence[Tensor | None], row: Tensor) -> None:
-        if all(gradient is not None for gradient in gradients):
-            torch.cat([cast(Tensor, gradient).reshape(-1) for gradient in gradients], out=row)
-            return
-        lengths = self.architecture.lengths[self.architecture.frozen :]
-        for gradient, place in zip(gradients, torch.split_with_sizes(row, lengths), strict=True):
-            if gradient is None:
+    def _put(self, gradients: Mapping[int, Tensor], places: Sequence[Tensor]) -> None:
+        if gradients:
+            torch._foreach_copy_([places[number] for number in gradients], list(gradients.values()))  # there may be hundreds
+        for number, place in enumerate(places):
+            if number not in gradients:
                 place.zero_()
-            else:
-                place.copy_(gradient.reshape(-1))
 
     def _refuse_what_is_not_finite(self, direction: Tensor) -> None:
         """Raise unless the losses of all passes and a direction are finite. This is the one question that a step asks the device."""

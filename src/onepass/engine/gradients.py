@@ -148,9 +148,10 @@ class Gradients:
     def in_step(self) -> bool:
         return self._in_use is not None
 
-    def place(self, theta: Tensor) -> Tensor:
-        """Room for one more gradient of a step, `[R, P]`: zero in the columns that are frozen."""
-        return self._workspace(theta).whole
+    def place(self, theta: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Room for one more gradient of a step, `[R, P]`, zero in the columns that are frozen; and the parameters' places in it, run by run."""
+        space = self._workspace(theta)
+        return space.whole, space.rows
 
     def _workspace(self, theta: Tensor) -> _Views:
         if self._in_use is None or self._in_use == len(self._workspaces):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -329,6 +329,11 @@ class OnePass:
         from onepass.live.saving import save
 
         save(self, Path(path))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InputError(
+            "a learner cannot be copied or pickled, since its module would lose it: save it, and load the file with a copy of the module"
+        )
 
     @staticmethod
     def load(path: str | Path, module: nn.Module, **settings: Any) -> OnePass:
