@@ -8,8 +8,7 @@ import random
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,38 +18,13 @@ import pytest
 
 from onepass import files
 from onepass.errors import InputError
-from onepass.metrics import Record
 from onepass.studies import database
 from onepass.studies.database import FILE
-from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
-from onepass.studies.store import Provenance, Store, Unit
+from onepass.studies.store import Store
+from stored import GRID, MADE, RECIPE, RUNS, fill, record, study
 from toys import mutated
-
-RECIPE = load("quickstart", ["grids.van.learning_rate=[0.1, 0.03]"], "van,a-gem", 2)
-GRID = cross_validation(RECIPE, "van")
-RUNS = evaluation(RECIPE, "van", {"learning_rate": 0.1})
-MADE = Provenance("a processor", {"torch": "2"}, "abc")
-
-
-def record(unit: Unit, value: float = 0.5) -> Record:
-    a = np.full((3, 3), value)
-    a[0, 2] = np.nan
-    return Record(unit.seed, unit.hyperparameters, a, a[0], a, a, [0, 3, 1], 1.25, 1000, False)
-
-
-@contextmanager
-def study(folder: Path) -> Iterator[Store]:
-    with Store.write_to(folder, create={"recipe": RECIPE.stored()}) as opened:
-        yield opened
-
-
-def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
-    with study(folder) as opened:
-        opened.plan([units])
-        opened.add({unit.id: record(unit, value) for unit in units}, MADE)
-    return folder
 
 
 def test_what_is_stored_is_read_back_bit_by_bit(tmp_path: Path) -> None:
@@ -130,10 +104,9 @@ def test_reading_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_study_whose_process_was_killed_is_read_from_its_log(tmp_path: Path) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from pathlib import Path
-from test_store import GRID, MADE, record, study
+from stored import GRID, MADE, record, study
 with study(Path({str(tmp_path)!r})) as opened:
     opened.plan([GRID])
     opened.add({{unit.id: record(unit) for unit in GRID}}, MADE)
@@ -333,7 +306,7 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
     with study(tmp_path) as opened:
         opened._connection.execute(f"PRAGMA max_page_count = {opened._connection.execute('PRAGMA page_count').fetchone()[0]}")
         with pytest.raises(InputError, match="full"):
-            opened.plan([evaluation(replace_seeds(50), "van", {"learning_rate": 0.1})])
+            opened.plan([evaluation(RECIPE.model_copy(update={"seeds": 50}), "van", {"learning_rate": 0.1})])
         assert len(opened.contents.entries) == 2
         assert opened.open_fleets() == {}
     with study(tmp_path) as opened:
@@ -342,73 +315,6 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
     found = numbers(tmp_path)
     assert found is not None
     assert len(found) == 2
-
-
-def replace_seeds(seeds: int) -> Any:
-    return RECIPE.model_copy(update={"seeds": seeds})
-
-
-# ---- two machines
-
-
-def test_merging_brings_the_results_of_two_machines_together(tmp_path: Path) -> None:
-    fill(tmp_path / "a", GRID[:1])
-    fill(tmp_path / "b", GRID[1:])
-    assert merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"]) == [(tmp_path / "a", 1), (tmp_path / "b", 1)]
-    assert merge(tmp_path / "all", [tmp_path / "a"]) == [(tmp_path / "a", 0)]
-    with Store.read(tmp_path / "all") as opened:
-        assert opened.contents.records.keys() == {unit.id for unit in GRID}
-        assert opened.open_fleets() == {}
-        for unit in GRID:
-            assert opened.record(unit.id).same_as(record(unit))
-
-
-def test_merging_studies_that_contradict_each_other_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    fill(tmp_path / "a")
-    fill(tmp_path / "b", value=0.50001)
-    with pytest.raises(InputError, match="different results for the unit"):
-        merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
-    assert not (tmp_path / "all").exists()
-    before = (tmp_path / "a" / FILE).read_bytes()
-    with pytest.raises(InputError, match="different results for the unit"):
-        merge(tmp_path / "a", [tmp_path / "b"])
-    assert (tmp_path / "a" / FILE).read_bytes() == before
-
-
-def test_merging_finishes_what_the_first_had_only_planned_or_failed(tmp_path: Path) -> None:
-    with study(tmp_path / "a") as opened:
-        opened.plan([GRID])
-        opened.fail([GRID[0].id], "Traceback")
-    merge(tmp_path / "a", [fill(tmp_path / "b")])
-    with Store.read(tmp_path / "a") as opened:
-        assert len(opened.contents.records) == 2
-        assert all(entry.traceback is None for entry in opened.contents.entries.values())
-
-
-def test_merging_a_damaged_study_changes_nothing(tmp_path: Path) -> None:
-    fill(tmp_path / "a", GRID[:1])
-    fill(tmp_path / "b", GRID[1:])
-    next((tmp_path / "b" / "arrays").iterdir()).write_bytes(b"")
-    with study(tmp_path / "all"):
-        pass
-    with pytest.raises(InputError, match="truncated or altered"):
-        merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
-    with Store.read(tmp_path / "all") as opened:
-        assert not opened.contents.records
-
-
-def test_merging_finished_studies_gives_a_finished_one(tmp_path: Path) -> None:
-    """Each study brings the grid of its own method; what the other has written about it does not count."""
-    for folder, methods in (("a", "van"), ("b", "a-gem")):
-        recipe = load(
-            "quickstart", [f"grids.{methods}.learning_rate=0.1", f"grids.{'a-gem' if methods == 'van' else 'van'}.learning_rate=0.3"], methods
-        )
-        with Store.write_to(tmp_path / folder, create={"recipe": recipe.stored()}):
-            pass
-    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
-    with Store.read(tmp_path / "all") as opened:
-        grids = opened.contents.study["recipe"]["grids"]
-    assert [grids[name]["learning_rate"] for name in ("van", "a-gem")] == [[0.1], [0.1]]
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
@@ -428,26 +334,6 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 def test_a_folder_whose_name_cannot_be_is_one_sentence() -> None:
     with pytest.raises(InputError, match="too long"), Store.read(Path("x" * 300)):
         pass
-
-
-def test_merging_unites_methods_seeds_and_grids_and_refuses_other_recipes(tmp_path: Path) -> None:
-    for folder, changes, methods, seeds in (
-        ("a", ["grids.van.learning_rate=[0.3, 0.1]"], "van", 2),
-        ("b", ["grids.van.learning_rate=[0.1, 0.01]"], "van,ewc", 4),
-        ("c", ["batch_size=5"], "van", 2),
-    ):
-        with Store.write_to(tmp_path / folder, create={"recipe": load("quickstart", changes, methods, seeds).stored()}):
-            pass
-    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
-    with Store.read(tmp_path / "all") as opened:
-        recipe = opened.contents.study["recipe"]
-    assert recipe["methods"] == ["van", "ewc"]
-    assert recipe["seeds"] == 4
-    assert recipe["grids"]["van"]["learning_rate"] == [0.3, 0.1, 0.01]
-    with pytest.raises(InputError, match="batch_size = 10, not 5"):
-        merge(tmp_path / "all", [tmp_path / "c"])
-    with pytest.raises(InputError, match="into itself"):
-        merge(tmp_path / "all", [tmp_path / "all"])
 
 
 def test_records_are_the_same_only_if_every_number_is() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,22 +17,17 @@ from rich.console import Console
 from onepass.errors import InputError
 from onepass.files import StorageError
 from onepass.learners import METHODS
-from onepass.protocol import Run, Setup, train
+from onepass.protocol import Run, train
 from onepass.report import status
-from onepass.studies import packing, study, work
+from onepass.studies import study, work
 from onepass.studies.database import FILE
 from onepass.studies.executors import Trained, WorkerDiedError, executor
 from onepass.studies.recipe import Recipe, grown, load, united
 from onepass.studies.results import Result, cross_validation
 from onepass.studies.store import Store
 from onepass.studies.study import Means
-from toys import Silent, ToyStream
-
-CHANGES = ["train_examples=30", "test_examples=20", "hidden=[16]", "grids.van.learning_rate=[0.1, 0.001]", "grids.a-gem.learning_rate=0.1"]
-
-
-def small(methods: str = "van", seeds: int = 2, changes: list[str] | None = None) -> Recipe:
-    return load("quickstart", CHANGES + (changes or []), methods, seeds)
+from small_study import small
+from toys import Silent
 
 
 class Scripted:
@@ -292,80 +286,6 @@ def test_a_thread_and_local_processes_give_the_same_records(workers: int, expect
         found = study.run(recipe, store, Means(workers=2), where, Silent())
         assert where.steps() > 0
     assert same(found, expected)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_different_packings_agree_within_rounding_over_twenty_steps(name: str) -> None:
-    hyper = dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.1}
-    rows = [Run(seed, {key: value * (1 + seed) / 2 for key, value in hyper.items()}) for seed in range(4)]
-    found: dict[int, list[torch.Tensor]] = {}
-    for size in (1, 2, 4):
-        found[size] = [row for start in range(0, 4, size) for row in parameters_after_20_steps(name, rows[start : start + size])]
-    for size in (1, 2):
-        for one, other in zip(found[size], found[4], strict=True):
-            assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-            assert not torch.equal(one, torch.zeros_like(one))
-
-
-def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
-    from onepass.protocol import assemble
-
-    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS[name], rows, Setup(hidden=(8,), memory_per_task=6))
-    steps = 0
-    for phase in range(feed.phases):
-        learner.begin_task(phase)
-        for batch in feed.batches(phase):
-            if steps < 20:
-                fleet.learn(learner, batch)
-            steps += 1
-        if learner.needs_review:
-            learner.review(feed.batches(phase))
-        learner.end_task()
-    return list(fleet.theta.clone())
-
-
-def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small()
-    stream = work.open_stream(recipe, None)
-    need = packing.bytes_a_row(stream, recipe, "van", "ev")
-    assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == packing.MOST_ROWS["cpu"]
-    monkeypatch.setattr(packing, "_memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
-    assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 5
-    monkeypatch.setattr(packing, "_memory", lambda _: need)
-    assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 1
-    monkeypatch.setattr(packing, "_memory", lambda _: need - 1)
-    with pytest.raises(InputError, match=r"a single run of van does not fit .* leave it out by --methods"):
-        packing.most_rows(stream, recipe, "van", "ev", "cpu", 2)
-
-
-def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small("van,ewc,a-gem")
-    stream = work.open_stream(recipe, None)
-    need = {name: packing.bytes_a_row(stream, recipe, name, "ev") for name in recipe.methods}
-    parameters = 4 * (64 * 16 + 16 + 16 * 10 + 10)
-    assert need["van"] > 4 * parameters
-    assert need["ewc"] - need["van"] >= 4 * parameters
-    larger = packing.bytes_a_row(stream, small("a-gem", changes=["memory_per_task=1000"]), "a-gem", "ev")
-    assert larger - need["a-gem"] >= 17 * 900 * 64
-
-
-def test_one_fleet_a_gpu_at_a_time(tmp_path: Path) -> None:
-    files = [tmp_path / "gpu0", tmp_path / "gpu1"]
-
-    def opened() -> list[int]:
-        return [os.open(path, os.O_RDWR | os.O_CREAT) for path in files]
-
-    first, second, third = opened(), opened(), opened()
-    assert work._first_free(first) == 0
-    assert work._first_free(second) == 1
-    waited: list[int] = []
-    thread = threading.Thread(target=lambda: waited.append(work._first_free(third)))
-    thread.start()
-    time.sleep(0.3)
-    assert waited == []
-    os.close(second[1])
-    thread.join(timeout=5)
-    assert waited == [1]
 
 
 def shown(folder: Path) -> str:

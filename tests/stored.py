@@ -1,0 +1,38 @@
+"""Studies with made-up results, for tests of what keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from onepass.metrics import Record
+from onepass.studies.recipe import load
+from onepass.studies.results import cross_validation, evaluation
+from onepass.studies.store import Provenance, Store, Unit
+
+RECIPE = load("quickstart", ["grids.van.learning_rate=[0.1, 0.03]"], "van,a-gem", 2)
+GRID = cross_validation(RECIPE, "van")
+RUNS = evaluation(RECIPE, "van", {"learning_rate": 0.1})
+MADE = Provenance("a processor", {"torch": "2"}, "abc")
+
+
+def record(unit: Unit, value: float = 0.5) -> Record:
+    a = np.full((3, 3), value)
+    a[0, 2] = np.nan
+    return Record(unit.seed, unit.hyperparameters, a, a[0], a, a, [0, 3, 1], 1.25, 1000, False)
+
+
+@contextmanager
+def study(folder: Path) -> Iterator[Store]:
+    with Store.write_to(folder, create={"recipe": RECIPE.stored()}) as opened:
+        yield opened
+
+
+def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
+    with study(folder) as opened:
+        opened.plan([units])
+        opened.add({unit.id: record(unit, value) for unit in units}, MADE)
+    return folder

@@ -1,0 +1,94 @@
+"""Bringing the results of several machines together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onepass.errors import InputError
+from onepass.studies.database import FILE
+from onepass.studies.merge import merge
+from onepass.studies.recipe import load
+from onepass.studies.store import Store
+from stored import GRID, fill, record, study
+
+
+def test_merging_brings_the_results_of_two_machines_together(tmp_path: Path) -> None:
+    fill(tmp_path / "a", GRID[:1])
+    fill(tmp_path / "b", GRID[1:])
+    assert merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"]) == [(tmp_path / "a", 1), (tmp_path / "b", 1)]
+    assert merge(tmp_path / "all", [tmp_path / "a"]) == [(tmp_path / "a", 0)]
+    with Store.read(tmp_path / "all") as opened:
+        assert opened.contents.records.keys() == {unit.id for unit in GRID}
+        assert opened.open_fleets() == {}
+        for unit in GRID:
+            assert opened.record(unit.id).same_as(record(unit))
+
+
+def test_merging_studies_that_contradict_each_other_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    fill(tmp_path / "b", value=0.50001)
+    with pytest.raises(InputError, match="different results for the unit"):
+        merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    assert not (tmp_path / "all").exists()
+    before = (tmp_path / "a" / FILE).read_bytes()
+    with pytest.raises(InputError, match="different results for the unit"):
+        merge(tmp_path / "a", [tmp_path / "b"])
+    assert (tmp_path / "a" / FILE).read_bytes() == before
+
+
+def test_merging_finishes_what_the_first_had_only_planned_or_failed(tmp_path: Path) -> None:
+    with study(tmp_path / "a") as opened:
+        opened.plan([GRID])
+        opened.fail([GRID[0].id], "Traceback")
+    merge(tmp_path / "a", [fill(tmp_path / "b")])
+    with Store.read(tmp_path / "a") as opened:
+        assert len(opened.contents.records) == 2
+        assert all(entry.traceback is None for entry in opened.contents.entries.values())
+
+
+def test_merging_a_damaged_study_changes_nothing(tmp_path: Path) -> None:
+    fill(tmp_path / "a", GRID[:1])
+    fill(tmp_path / "b", GRID[1:])
+    next((tmp_path / "b" / "arrays").iterdir()).write_bytes(b"")
+    with study(tmp_path / "all"):
+        pass
+    with pytest.raises(InputError, match="truncated or altered"):
+        merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    with Store.read(tmp_path / "all") as opened:
+        assert not opened.contents.records
+
+
+def test_merging_finished_studies_gives_a_finished_one(tmp_path: Path) -> None:
+    """Each study brings the grid of its own method; what the other has written about it does not count."""
+    for folder, methods in (("a", "van"), ("b", "a-gem")):
+        recipe = load(
+            "quickstart", [f"grids.{methods}.learning_rate=0.1", f"grids.{'a-gem' if methods == 'van' else 'van'}.learning_rate=0.3"], methods
+        )
+        with Store.write_to(tmp_path / folder, create={"recipe": recipe.stored()}):
+            pass
+    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    with Store.read(tmp_path / "all") as opened:
+        grids = opened.contents.study["recipe"]["grids"]
+    assert [grids[name]["learning_rate"] for name in ("van", "a-gem")] == [[0.1], [0.1]]
+
+
+def test_merging_unites_methods_seeds_and_grids_and_refuses_other_recipes(tmp_path: Path) -> None:
+    for folder, changes, methods, seeds in (
+        ("a", ["grids.van.learning_rate=[0.3, 0.1]"], "van", 2),
+        ("b", ["grids.van.learning_rate=[0.1, 0.01]"], "van,ewc", 4),
+        ("c", ["batch_size=5"], "van", 2),
+    ):
+        with Store.write_to(tmp_path / folder, create={"recipe": load("quickstart", changes, methods, seeds).stored()}):
+            pass
+    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    with Store.read(tmp_path / "all") as opened:
+        recipe = opened.contents.study["recipe"]
+    assert recipe["methods"] == ["van", "ewc"]
+    assert recipe["seeds"] == 4
+    assert recipe["grids"]["van"]["learning_rate"] == [0.3, 0.1, 0.01]
+    with pytest.raises(InputError, match="batch_size = 10, not 5"):
+        merge(tmp_path / "all", [tmp_path / "c"])
+    with pytest.raises(InputError, match="into itself"):
+        merge(tmp_path / "all", [tmp_path / "all"])

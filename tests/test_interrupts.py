@@ -1,0 +1,129 @@
+"""Ctrl-C leaves nothing half done."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from onepass.studies.store import Store
+
+
+class Started:
+    """The command line in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._log = folder / "stderr"
+        command = [str(Path(sys.executable).with_name("onepass")), *arguments]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background of a shell do not hear Ctrl-C
+            )
+        self.pid = self._process.pid
+
+    @property
+    def printed(self) -> str:
+        return self._log.read_text()
+
+    def processes(self) -> list[int]:
+        """The living processes of the group."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            except OSError:  # gone in the meantime
+                continue
+            if int(group) == self.pid and state != "Z":
+                found.append(int(path.parent.name))
+        return found
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; printed so far: {self.printed}"
+            time.sleep(0.01)
+
+    def end(self, kind: signal.Signals = signal.SIGINT) -> int:
+        """Press Ctrl-C, which the whole group hears, or send another signal to the driving process; the exit code."""
+        if kind == signal.SIGINT:
+            os.killpg(self.pid, kind)
+        else:
+            os.kill(self.pid, kind)
+        return self._process.wait(timeout=60)
+
+    def clean_up(self) -> None:
+        if self.processes():
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def begin(*arguments: str) -> Started:
+        started.append(Started(tmp_path, *arguments))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.clean_up()
+
+
+LONG = (
+    "run quickstart --methods van,ewc --seeds 2 --set train_examples=200 --set test_examples=20 --set grids.van.learning_rate=0.1"
+    " --set grids.ewc.learning_rate=0.1 --set ewc.strength=10"
+)
+
+
+@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+def test_after_an_interrupt_everything_finished_is_kept_and_nothing_else(
+    workers: int, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    out, table = tmp_path / "out", tmp_path / "tables" / "table.json"
+    command = start(*LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table))
+    command.wait_until(lambda: ": finished" in command.printed)
+    assert command.end(kind) == (130 if kind == signal.SIGINT else 143)
+    (finished,) = [line.removesuffix(": finished") for line in command.printed.splitlines() if line.endswith(": finished")]
+    assert re.fullmatch(rf"interrupted; [3-5] units are kept in {out}: the same command goes on", command.printed.splitlines()[-1])
+    assert "Traceback" not in command.printed
+    assert {path.name for path in out.iterdir()} <= {"study.sqlite", "lock", "arrays", "checkpoints"}
+    with Store.read(out) as store:
+        assert {entry.unit.method for name, entry in store.contents.entries.items() if name in store.contents.records} >= {finished}
+    assert list(table.parent.iterdir()) == []
+    command.wait_until(lambda: not command.processes())
+
+
+def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start(start: Callable[..., Started]) -> None:
+    command = start(*LONG.split(), "--workers", "2")
+    command.wait_until(lambda: len(command.processes()) == 5)  # itself, two workers, and Python's fork server and tracker of shared resources
+    helpers = {*command.processes()} - {command.pid}
+    for helper in helpers:
+        os.kill(helper, signal.SIGINT)
+    time.sleep(1)
+    assert helpers <= {*command.processes()}
+    assert command.end() == 130
+    assert command.printed.endswith("interrupted; without --out nothing is kept\n")
+    command.wait_until(lambda: not command.processes())
+
+
+@pytest.mark.parametrize("wait", [0.5, 2.0])
+def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(wait: float, start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start("run", "quickstart", "--methods", "ewc", "--set", "batch_size=1", "--workers", "2", "--out", str(tmp_path / "out"))
+    command.wait_until(lambda: (tmp_path / "out" / "study.sqlite").exists())
+    time.sleep(wait)
+    began = time.monotonic()
+    assert command.end() == 130
+    assert time.monotonic() - began < 10  # a fleet would take minutes
+    command.wait_until(lambda: not command.processes())
