@@ -36,7 +36,8 @@ def test_the_modules_parameters_are_views_of_theta() -> None:
     assert not torch.equal(after["first.weight"], values["first.weight"])
     assert module.second.weight is module.first.weight
     assert torch.equal(after["unused"], values["unused"])
-    assert after["first.weight"].untyped_storage().data_ptr() == fleet.theta.untyped_storage().data_ptr()
+    places = dict(zip(fleet.architecture.names, fleet.architecture.views(fleet.theta[0]), strict=True))
+    assert {name: p.data_ptr() for name, p in after.items()} == {name: place.data_ptr() for name, place in places.items()}
 
 
 def test_a_torch_optimizer_is_given_the_direction_as_gradient() -> None:

@@ -236,8 +236,8 @@ class Driver:
         assert bool(fleet.theta.isfinite().all())
         assert all(bool(b.isfinite().all()) for b in module.buffers())
         fleet.intact()
-        storage = fleet.theta.untyped_storage().data_ptr()
-        assert all(p.untyped_storage().data_ptr() == storage for p in module.parameters())
+        places = [view.data_ptr() for view in fleet.architecture.views(fleet.theta[0])]
+        assert sorted(p.data_ptr() for p in module.parameters()) == sorted(places)
         assert sum(p.numel() for p in module.parameters()) == fleet.theta.numel()
         assert all(p.requires_grad == (not name.startswith("still")) for name, p in module.named_parameters())
         assert isinstance(module, Net)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,7 +23,7 @@ from live_wrapper import (
     sgd,
     stream,
 )
-from onepass import Memory, OnePass
+from onepass import InputError, Memory, OnePass
 from toys import FEATURES, Normed, Tied, small_net
 
 
@@ -139,32 +141,12 @@ def test_hooks_fire() -> None:
     assert len(fired) == 3
 
 
-def test_a_hook_that_changes_outputs_changes_what_is_learnt() -> None:
-    module = pure()
-    twin = copy.deepcopy(module)
-    learner = OnePass(module, "van", learning_rate=0.1)
-    optimizer = sgd(twin.parameters())
-    for step, (x, y) in enumerate(stream()):
-        if step == 3:
-            for one in (module, twin):
-                one[2].register_forward_hook(lambda _, __, outputs: 2 * outputs)
-        learner.observe(x, y)
-        plainly(twin, optimizer, [(x, y)])
-    assert equal(module, twin)
+def hook_outputs(module: nn.Module) -> None:
+    module[2].register_forward_hook(lambda _, __, outputs: 2 * outputs)  # type: ignore[index,operator]
 
 
-def test_a_hook_of_a_parameter_changes_what_is_learnt() -> None:
-    module = pure()
-    twin = copy.deepcopy(module)
-    learner = OnePass(module, "van", learning_rate=0.1)
-    optimizer = sgd(twin.parameters())
-    for step, (x, y) in enumerate(stream()):
-        if step == 3:
-            for one in (module, twin):
-                one[4].weight.register_hook(lambda gradient: gradient / 2)
-        learner.observe(x, y)
-        plainly(twin, optimizer, [(x, y)])
-    assert equal(module, twin)
+def hook_parameter(module: nn.Module) -> None:
+    module[4].weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[index,union-attr]
 
 
 def change_slope(module: nn.Module) -> None:
@@ -183,7 +165,10 @@ def change_forward(module: nn.Module) -> None:
     module[2].forward = torch.sin  # type: ignore[index,assignment]
 
 
-@pytest.mark.parametrize("change", [change_slope, change_padding, change_layer, change_forward], ids=lambda f: f.__name__)
+CHANGES = [hook_outputs, hook_parameter, change_slope, change_padding, change_layer, change_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_what_is_changed_in_the_module_counts_from_the_next_batch_on(change: Callable[[nn.Module], None]) -> None:
     module = pure()
     twin = copy.deepcopy(module)
@@ -196,6 +181,47 @@ def test_what_is_changed_in_the_module_counts_from_the_next_batch_on(change: Cal
         learner.observe(x, y)
         plainly(twin, optimizer, [(x, y)])
     assert equal(module, twin)
+
+
+def test_the_learning_rate_may_be_changed_at_any_time() -> None:
+    module = pure()
+    twin = copy.deepcopy(module)
+    learner = OnePass(module, "van", learning_rate=0.1)
+    optimizer = sgd(twin.parameters())
+    assert learner.learning_rate == 0.1
+    for step, (x, y) in enumerate(stream()):
+        learner.learning_rate = optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        learner.observe(x, y)
+        plainly(twin, optimizer, [(x, y)])
+    assert equal(module, twin)
+
+
+def test_a_learning_rate_that_cannot_be_set_is_refused() -> None:
+    learner = OnePass(pure(), "van", learning_rate=0.1)
+    with pytest.raises(InputError, match="above 0"):
+        learner.learning_rate = -1.0
+    assert learner.learning_rate == 0.1
+    module = pure()
+    with pytest.raises(InputError, match="the optimizer's: set it there"):
+        OnePass(module, "van", optimizer=sgd(module.parameters())).learning_rate = 0.2
+
+
+def test_each_parameter_is_saved_and_shared_alone(tmp_path: Path) -> None:
+    module = Tied()
+    learner = OnePass(module, learning_rate=0.1)
+    learner.observe(*stream()[0])
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
+    safetensors.torch.save_model(module, str(tmp_path / "file"))  # it takes memory that is shared by others than tied weights for an error
+    other = Tied()
+    safetensors.torch.load_model(other, tmp_path / "file")
+    assert equal(module, other)
+
+
+def test_a_learner_that_is_printed_says_how_far_it_is() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1)
+    learner.observe(*stream()[0])
+    learner.end_task()
+    assert repr(learner) == "OnePass(Sequential, 'a-gem'): 1 batches learnt, 1 tasks ended"
 
 
 class Rude(nn.Module):

@@ -19,7 +19,7 @@ from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.fleet import Fleet, Output, Steps
 from onepass.engine.gradients import Gradients, Loss, Point
-from onepass.engine.modules import Buffers, check, check_scalar, copied, evaluating, square
+from onepass.engine.modules import Buffers, apart, check, check_scalar, copied, evaluating, square
 from onepass.engine.purity import pure
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
@@ -77,7 +77,7 @@ class Bound(Fleet):
         """Make the module's parameters views of theta."""
         own = dict(self.architecture.module.named_parameters())
         self._parameters = [own[name] for name in self.architecture.names]
-        self._views = self.architecture.views(self.theta[0])
+        self._views = [apart(view) for view in self.architecture.views(self.theta[0])]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
         self._remember()

@@ -38,6 +38,11 @@ def check(module: nn.Module) -> torch.device:
     return places.pop()
 
 
+def apart(view: Tensor) -> Tensor:
+    """The same memory as a storage of its own: whoever saves or shares a parameter has that alone, and not all parameters."""
+    return torch.utils.dlpack.from_dlpack(view) if view.numel() else view
+
+
 def copied(batch: Batch) -> Batch:
     """For a look that must leave no trace: a module may write into its inputs."""
     return replace(batch, x=batch.x.clone(), extra={name: tensor.clone() for name, tensor in batch.extra.items()})

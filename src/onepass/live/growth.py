@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,16 @@ def check_head(module: nn.Module, grow: bool | str) -> str:
     others = [p for part_name, part in module.named_modules() if part_name != name for p in part.parameters(recurse=False)]
     if any(p is mine for p in others for mine in head.parameters()):
         raise InputError(f"layer '{name}' shares its weights with another one, which would grow too: untie them, or leave grow out")
+    return name
+
+
+def check_growth(module: nn.Module, name: str | None, outputs: int | None, needed: int) -> str:
+    """The name of the head, if it is what gives the module its outputs."""
+    if name is None:
+        raise InputError(f"the tasks have classes up to {needed - 1}, and the module {outputs} outputs: give it more, or wrap it with grow=True")
+    width = cast(nn.Linear, module.get_submodule(name)).out_features
+    if width != outputs:
+        raise InputError(f"layer '{name}' has {width} outputs and the module {outputs}, so it is not the last one: name that with grow='…'")
     return name
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from onepass.errors import InputError
 
 X = Any  # a tensor or array; several as a tuple or list; or a mapping from names of `forward` to them
 Kind = tuple[torch.dtype, tuple[int, ...]]
+THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,27 @@ def read_labels(y: object, examples: int) -> tuple[list[int], Tensor]:
     if min(labels) < 0:
         raise InputError(f"label {min(labels)} is out of range: classes are counted from 0")
     return labels, target.to(torch.int64)
+
+
+def check_labels(labels: Sequence[int], task: object, classes: Collection[int] | None, outputs: int | None, grows: bool) -> None:
+    """Raise unless the labels are possible: those of a task with `classes` of its own, in a module with so many outputs, if that is known."""
+    for label in sorted(set(labels) - set(classes)) if classes is not None else ():
+        raise InputError(f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, classes or ()))}")
+    highest = max(labels)
+    if outputs is None or highest < outputs:
+        return
+    if not grows:
+        raise InputError(f"label {highest} is out of range: the module has {outputs} outputs; wrap it with grow=True if classes may appear")
+    if highest >= outputs + THOUSANDS:
+        raise InputError(f"label {highest} is out of range: the module has {outputs} outputs and would need thousands more; number classes densely")
+
+
+def count_outputs(found: object, examples: int) -> int:
+    """How many classes a module tells apart, by what it makes of some examples."""
+    if isinstance(found, Tensor) and found.dim() == 2 and len(found) == examples and found.shape[1] > 1:
+        return found.shape[1]
+    shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
 
 
 def _same_length(first: Tensor, other: Tensor, name: str, other_name: str) -> None:

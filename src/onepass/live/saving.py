@@ -78,7 +78,7 @@ def settings(owner: OnePass) -> dict[str, Any]:
     plan = asdict(owner.plan)
     return {
         "method": owner.method,
-        "learning_rate": None if owner.fleet.optimizer is not None else owner._rate,
+        "learning_rate": owner.learning_rate,
         "tasks": [[name, list(classes)] for name, classes in owner._tasks.items()] or None,
         "task_free": owner.task_free,
         "grow": False if owner.head is None else owner.head,

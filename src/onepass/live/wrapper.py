@@ -16,8 +16,9 @@ from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
 from onepass.errors import InputError, unknown
 from onepass.learners.base import Learner
-from onepass.live.growth import check_head, grow
-from onepass.live.inputs import Examples, X, kind_of, read_inputs, read_labels, read_target
+from onepass.live.boundaries import check_name, which
+from onepass.live.growth import check_growth, check_head, grow
+from onepass.live.inputs import Examples, X, check_labels, count_outputs, kind_of, read_inputs, read_labels, read_target
 from onepass.live.memory import LiveMemory, Memory
 from onepass.live.optimisers import check_optimizer
 from onepass.live.rollback import or_as_before
@@ -159,7 +160,7 @@ class OnePass:
         began = time.perf_counter()
         self.fleet.intact()
         batch, labels, kind = self._read(x, y)
-        name, crossing = self._which(task)
+        name, crossing = which(self, task)
         self._check_labels(labels, name)
         growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
         if crossing or growing or self.batches == 0:
@@ -187,7 +188,9 @@ class OnePass:
             self._end(None)
         self.task = task
         if self.classifies and self.outputs is None:
-            self.outputs = self._probe(batch)
+            with refusing("the module refused the batch", "nothing was learnt from it"):
+                found = self.fleet.answer(batch)
+            self.outputs = count_outputs(found, len(labels))
             if not self._tasks:
                 self.fleet.compete(Slots((tuple(range(self.outputs)),)))
                 self._check_labels(labels, task)
@@ -264,17 +267,8 @@ class OnePass:
 
     def _grow(self, outputs: int) -> None:
         """Enlarge the head."""
-        if self.head is None:
-            raise InputError(
-                f"the tasks have classes up to {outputs - 1}, and the module {self.outputs} outputs: give it more, or wrap it with grow=True"
-            )
-        width = cast(nn.Linear, self.module.get_submodule(self.head)).out_features
-        if width != self.outputs:
-            raise InputError(
-                f"layer '{self.head}' has {width} outputs and the module {self.outputs}, so it is not the last one: name that with grow='…'"
-            )
-        before = self.fleet.theta.shape[1]
-        carry, self.undo = grow(self.fleet, self.head, outputs)
+        head, before = check_growth(self.module, self.head, self.outputs, outputs), self.fleet.theta.shape[1]
+        carry, self.undo = grow(self.fleet, head, outputs)
         self.learner.resize(before, carry)
         self.outputs = outputs
         if not self._tasks:
@@ -298,7 +292,7 @@ class OnePass:
         """What the method answers with: an output a class, higher for likelier ones (or the module's outputs); changes nothing."""
         self.fleet.intact()
         if task is not None:
-            self._check_name(task)
+            check_name(task, self._tasks)
         tensors, keywords = read_inputs(x, self.examples)
         self.fleet.keywords = keywords
         slot = self._tasks[task][0] if task is not None and self._tasks else 0
@@ -307,6 +301,21 @@ class OnePass:
             return self.learner.scores(batch)[0] if self.classifies else cast(Tensor, self.fleet.answer(batch))
 
     # ---- looking
+
+    def __repr__(self) -> str:
+        return f"OnePass({type(self.module).__name__}, '{self.method}'): {self.steps} batches learnt, {self.segment} tasks ended"
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of plain SGD; it may be set at any time. An optimizer has its own."""
+        return None if self.fleet.optimizer is not None else self._rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        if self.fleet.optimizer is not None:
+            raise InputError("the learning rate is the optimizer's: set it there")
+        self._rate = read_learning_rate(rate, None)
+        self.fleet.learning_rate.fill_(self._rate)
 
     @property
     def steps(self) -> int:
@@ -331,9 +340,7 @@ class OnePass:
         save(self, Path(path))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise InputError(
-            "a learner cannot be copied or pickled, since its module would lose it: save it, and load the file with a copy of the module"
-        )
+        raise InputError("a learner cannot be copied or pickled: save it, and load the file with a copy of the module")
 
     @staticmethod
     def load(path: str | Path, module: nn.Module, **settings: Any) -> OnePass:
@@ -356,9 +363,7 @@ class OnePass:
 
     def _classes_now(self) -> Sequence[int]:
         """The classes that the current task can have."""
-        if self._tasks and self.task is not None:
-            return self._tasks[self.task]
-        return range(self.fleet.slots.count)
+        return self._tasks[self.task] if self._tasks and self.task is not None else range(self.fleet.slots.count)
 
     def _inputs(self, batch: Batch) -> list[Tensor]:
         return [batch.x[0], *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT))]
@@ -384,57 +389,10 @@ class OnePass:
         kind = Examples(tuple(kind_of(t) for t in tensors), keywords, kind_of(slots if target is None else target))
         return self._batch(tensors, slots, target), labels, kind
 
-    def _which(self, task: Name | None) -> tuple[Name | None, bool]:
-        """The name of the task of a batch, and whether the one before must end first."""
-        if task is None:
-            if self._tasks and self.batches == 0:
-                if self.segment >= len(self._tasks):
-                    raise InputError(f"all {len(self._tasks)} declared tasks have been learnt: say which one this batch belongs to")
-                return list(self._tasks)[self.segment], False
-            return self.task, False
-        if self.task_free:
-            raise InputError("this stream was declared task-free: leave the task of a batch out")
-        self._check_name(task)
-        crossing = self.batches > 0 and task != self.task
-        if crossing and self.learner.needs_review:
-            raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task")
-        if self.learner.needs_own_classes and list(self._tasks)[self.segment : self.segment + 1] != [task]:
-            order = ", ".join(f"'{name}'" for name in self._tasks)
-            raise InputError(f"{self.method} learns the declared tasks once, in their order: {order}")
-        return task, crossing
-
-    def _check_name(self, task: object) -> None:
-        if isinstance(task, bool) or not isinstance(task, (int, str)):
-            raise InputError(f"a task is named by a whole number or a string, got {type(task).__name__}")
-        if self._tasks and task not in self._tasks:
-            raise unknown("task", str(task), map(str, self._tasks))
-
     def _check_labels(self, labels: list[int], task: Name | None) -> None:
-        """Raise unless the labels are possible."""
-        if not self.classifies:
-            return
-        if self._tasks:
-            assert task is not None
-            for label in sorted(set(labels) - set(self._tasks[task])):
-                raise InputError(f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, self._tasks[task]))}")
-        if self.outputs is None or max(labels) < self.outputs:
-            return
-        if self.head is None:
-            raise InputError(
-                f"label {max(labels)} is out of range: the module has {self.outputs} outputs; wrap it with grow=True if classes may appear"
-            )
-        if max(labels) >= self.outputs + 10_000:
-            raise InputError(
-                f"label {max(labels)} is out of range: the module has {self.outputs} outputs and would need thousands more; number classes densely"
-            )
-
-    def _probe(self, batch: Batch) -> int:
-        with refusing("the module refused the batch", "nothing was learnt from it"):
-            found = self.fleet.answer(batch)
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != batch.slots.shape[1] or found.shape[1] < 2:
-            raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
-        return found.shape[1]
+        if self.classifies:
+            classes = self._tasks[cast(Name, task)] if self._tasks else None
+            check_labels(labels, task, classes, self.outputs, self.head is not None)
 
 
 def _own(loss: OwnLoss) -> Loss:
