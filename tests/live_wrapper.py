@@ -109,6 +109,18 @@ class Half(nn.Module):
         return out
 
 
+class Flat(nn.Module):
+    """A part of it has a gradient that is zero, which is not the same as none: weight decay goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.unheard = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x) + 0 * self.unheard(x)
+        return out
+
+
 class Saving(nn.Module):
     """It forgets activations and computes them again."""
 

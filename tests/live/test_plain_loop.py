@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from live_wrapper import (
     CLASSES,
     MODULES,
+    Flat,
     Half,
     equal,
     plainly,
@@ -47,10 +48,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-# Tied and Half have parameters that get no gradient: an optimizer passes over them.
+# Tied and Half have parameters that get no gradient: an optimizer passes over them. Flat has some whose gradient is zero: it does not.
 @pytest.mark.parametrize(
     ("name", "build"),
-    [*itertools.product(OPTIMIZERS, [Normed, pure]), *itertools.product(["momentum", "Adam", "AdamW"], [Tied, Half])],
+    [*itertools.product(OPTIMIZERS, [Normed, pure]), *itertools.product(["momentum", "Adam", "AdamW"], [Tied, Half, Flat])],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_van_is_the_plain_loop_for_any_optimizer(name: str, build: Callable[[], nn.Module]) -> None:
