@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,6 +159,22 @@ def test_a_fleet_that_is_being_stored_when_the_user_interrupts_is_stored(tmp_pat
         go(tmp_path, small(), workers=1)
     with Store.read(tmp_path) as store:
         assert len(store.contents.records) == 2
+
+
+def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def interrupted(written: str | Path, path: str | Path) -> None:
+        if "progress" in Path(path).name:
+            assert Path(written).exists()
+            raise KeyboardInterrupt
+        replace(written, path)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(study, "time", SimpleNamespace(time=itertools.count().__next__))  # a second passes whenever the clock is read
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, small(), workers=1)
+    assert not [path.name for path in tmp_path.iterdir() if "progress" in path.name]
 
 
 def test_a_model_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:

@@ -267,6 +267,7 @@ class _Progress:
 
     def __init__(self, path: Path, total: int) -> None:
         self._path, self._total = path, total
+        self._partial = path.with_name(TEMPORARY + path.name)
         self._shown = time.time()
         self._began: tuple[float, int] | None = None  # when the first steps were counted, and how many those were
 
@@ -279,11 +280,11 @@ class _Progress:
         began, before = self._began or (self._shown, 0)
         content: dict[str, Any] = {"began": began, "steps": min(steps, self._total) - before, "total": self._total - before}
         content["running"] = {unit.id: job.method for job in jobs for unit in job.units}
-        partial = self._path.with_name(TEMPORARY + self._path.name)
         with suppress(OSError):
-            partial.write_text(canonical(content))
-            os.replace(partial, self._path)
+            self._partial.write_text(canonical(content))
+            os.replace(self._partial, self._path)
 
     def remove(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        for path in (self._path, self._partial):  # the second one exists if an interrupt came while the first one was written
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
