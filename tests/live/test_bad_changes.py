@@ -36,6 +36,10 @@ def shared(module: Rich) -> None:
     module.body.weight.data = module.body.weight.data.clone()
 
 
+def lent(module: Rich) -> None:
+    module.share_memory()  # moves the storages themselves
+
+
 def recreated(module: Rich) -> None:
     module.body.weight = nn.Parameter(module.body.weight.detach().clone())
 
@@ -78,6 +82,7 @@ TAMPERED: dict[Callable[[Rich], None], tuple[str, ...]] = {
     doubled: ("'still.weight'", "wrap the module anew"),
     there_and_back: ("created anew", "in place"),
     shared: ("'body.weight' was created anew", "in place"),
+    lent: ("created anew", "in place"),
     recreated: ("'body.weight' was created anew", "in place"),
     replaced: ("'head.weight' was created anew",),
     enlarged: ("'head.weight' was created anew",),

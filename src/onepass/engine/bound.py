@@ -107,7 +107,7 @@ class Bound(Fleet):
             for owner, name, parameter, place, trained in self._owned
         ):
             return
-        wanted = zip(self.architecture.names, self._parameters, self._views, strict=True)
+        wanted = zip(self.architecture.names, self._parameters, self.architecture.views(self.theta[0]), strict=True)  # our own may have moved along
         found = dict(self.architecture.module.named_parameters())
         for place, (name, parameter, view) in enumerate(wanted):
             here = found.pop(name, None)
