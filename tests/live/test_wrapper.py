@@ -260,3 +260,15 @@ def test_a_module_that_writes_into_its_inputs_learns_as_in_the_plain_loop() -> N
         learner.observe(x.clone(), y)
     plainly(twin, sgd(twin.parameters()), [(x.clone(), y) for x, y in stream()])
     assert equal(module, twin)
+
+
+def test_a_task_ends_when_the_next_one_begins_and_only_once() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1)
+    ended = []
+    for name, over in (("a", False), ("a", True), ("b", False), ("c", False), ("c", False)):  # the second is ended by hand
+        for x, y in stream(1):
+            learner.observe(x, y, task=name)
+        if over:
+            learner.end_task()
+        ended.append(learner.segment)
+    assert ended == [0, 1, 1, 2, 2]
