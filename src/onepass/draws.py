@@ -99,6 +99,12 @@ class Source:
             keys = keys.masked_fill(behind, torch.iinfo(torch.int64).max)
         return keys.argsort(dim=1, stable=True)
 
+    def ahead(self, step: Tensor, steps: int, population: list[int], count: int) -> Tensor:
+        """`sample` for each of the next steps, `[R, steps, count]`."""
+        each = [n for n in population for _ in range(steps)]
+        chosen = self.spread(steps).sample((step[:, None] + torch.arange(steps, device=step.device)).flatten(), each, count)
+        return chosen.view(len(step), steps, count)
+
     def sample(self, step: Tensor | int, population: list[int], count: int) -> Tensor:
         """A uniform random subset of `range(population[r])` of size `count`, in random order, in each row `r`: `[R, count]`.
 
@@ -153,10 +159,7 @@ class Ahead:
         """`Source.sample(step, population, count)` for a caller whose steps `[R]` all go up by one whenever `tick` does."""
         made = self._made
         if made is None or not made[0] <= tick < made[0] + self.STEPS or made[1] != population or made[2] != count:
-            steps = step[:, None] + torch.arange(self.STEPS, device=step.device)
-            each = [n for n in population for _ in range(self.STEPS)]
-            chosen = self._source.spread(self.STEPS).sample(steps.flatten(), each, count)
-            self._made = made = tick, population, count, chosen.view(len(step), self.STEPS, count)
+            self._made = made = tick, population, count, self._source.ahead(step, self.STEPS, population, count)
         return made[3][:, tick - made[0]]
 
 

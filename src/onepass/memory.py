@@ -6,7 +6,8 @@ examples pass by has the same distribution and needs no second look at the data;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from onepass.errors import InputError, unknown
 from onepass.streams.batch import Batch
 
 Policy = Literal["class-reservoir", "ring", "reservoir"]
+Chooser = Callable[[int], Tensor]  # what the next n steps choose, [R, n, …]
 AHEAD = 32  # batches that are stored in one go: the small operations cost more than the work
 
 
@@ -62,6 +64,10 @@ class EpisodicMemory:
         self._reference = Source(fleet.seeds, Purpose.REFERENCE)
         self._waiting: list[tuple[Batch, Tensor]] = []
         self._ahead = Ahead(self._reference)
+        self._chooser: Chooser | None = None  # of the last look-up
+        self._found: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # places for what steps to come look up, and the ones in use
+        self._ready: tuple[Tensor, Tensor] | None = None
+        self._turns: Iterator[tuple[Tensor, Tensor]] | None = None  # step by step, while they are captured
         self.begin_task(0)
 
     def begin_task(self, task: int) -> None:
@@ -83,6 +89,8 @@ class EpisodicMemory:
 
     def observe(self, batch: Batch) -> None:
         """Offer a batch of the current task, example by example in effect; no question is asked of the device."""
+        if self._turns is not None:  # after a replay it is offered what was replayed
+            return
         real = self.fleet.active.expand(-1, batch.slots.shape[1])
         if batch.sizes is None:
             real = real.clone()
@@ -165,6 +173,16 @@ class EpisodicMemory:
         index = torch.tensor(starts)[:, None] + torch.arange(width) % torch.tensor(counts).clamp(min=1)[:, None]
         return self._take(index.to(self.fleet.device, non_blocking=True), tuple(counts))
 
+    def of_chosen(self, choose: Chooser) -> Batch:
+        """`of` the tasks that `choose(1)` names, `[R, 1]`; `choose(n)` names those of the next n steps, this one included."""
+        return self._look_up(lambda: self.of(choose(1)[:, 0].tolist()), lambda steps: self._places(choose(steps)))
+
+    def _places(self, chosen: Tensor) -> Tensor:
+        """Where that lies which is kept of the tasks chosen for each run and step, as much of every task: `[R, steps, n]`."""
+        size = self._counts[0][0]
+        index = size * chosen[..., None] + torch.arange(size)
+        return index.pin_memory().to(self.fleet.device, non_blocking=True) if self.fleet.device.type == "cuda" else index
+
     def drawn(self, count: int) -> int:
         """How many examples `draw(count)` has at most."""
         repeats = self.with_replacement or self.include_current
@@ -179,10 +197,20 @@ class EpisodicMemory:
         if max(self.sizes) == 0:
             return None
         if self.with_replacement:
-            index = self._independent(torch.tensor(self.sizes, device=self.fleet.device)[:, None], count)
-            return self._take(index, tuple(count if n else 0 for n in self.sizes))
+            return self._look_up(lambda: self._repeating(count), lambda steps: self._repeating_ahead(count, steps))
         if max(self.sizes) <= count:
             return Batch(self._x[:, : max(self.sizes)], self._slots[:, : max(self.sizes)], tuple(self.sizes))
+        return self._look_up(lambda: self._drawn(count), lambda steps: self._choose_ahead(count, steps))
+
+    def _repeating(self, count: int) -> Batch:
+        return self._take(self._repeating_ahead(count, 1)[:, 0], tuple(count if n else 0 for n in self.sizes))
+
+    def _repeating_ahead(self, count: int, steps: int) -> Tensor:
+        at = (self.fleet.step[:, None] + torch.arange(steps, device=self.fleet.device)).flatten()
+        luck = self._reference.spread(steps).uniform(at, count).view(self.fleet.runs, steps, count)
+        return (luck * self._start[..., None]).long()
+
+    def _drawn(self, count: int) -> Batch:
         population = [max(n, count) for n in self.sizes]  # a row with fewer takes its first places below
         index = self._choose(population, count)
         if min(self.sizes) < count:
@@ -195,6 +223,50 @@ class EpisodicMemory:
         if self.fleet.tick is None:
             return self._reference.sample(self.fleet.step, population, count)
         return self._ahead.sample(self.fleet.step, self.fleet.tick, population, count)
+
+    def _choose_ahead(self, count: int, steps: int) -> Tensor:
+        """The choices of the next steps, `[R, steps, count]`."""
+        return self._reference.ahead(self.fleet.step, steps, self.sizes, count)
+
+    # ---- steps that are captured and replayed
+
+    def form(self, count: int | None = None) -> Hashable | None:
+        """What `draw(count)` does differently from another one, or `of_chosen`; None if runs or steps differ from each other."""
+        if self.include_current:
+            return None
+        if count is None:
+            kept = {n for row in self._counts for n in row}
+            return tuple(kept) if len(kept) <= 1 else None
+        least, most = min(self.sizes), max(self.sizes)
+        if least == most and (least == 0 or (least <= count and not self.with_replacement)):
+            return (least,)  # nothing, or all there is
+        return () if least >= (1 if self.with_replacement else count) else None
+
+    def _look_up(self, now: Callable[[], Batch], ahead: Chooser) -> Batch:
+        """A batch for this step: by `now`, or as `ahead` has chosen it for steps that are captured."""
+        self._chooser = ahead
+        return now() if self._turns is None else Batch(*next(self._turns))
+
+    def look_ahead(self, steps: int) -> None:
+        """Look up what the next steps will ask for, if they ask as the last one did, and put it where a captured step finds it."""
+        if self._chooser is None:
+            return
+        index = self._chooser(steps)
+        assert self._x is not None
+        if index.shape not in self._found:
+            self._found[index.shape] = self._x.new_empty(*index.shape, *self._x.shape[2:]), self._slots.new_empty(index.shape)
+        self._ready = x, slots = self._found[index.shape]
+        torch.index_select(self._x.flatten(0, 1), 0, self._flat(index.flatten(1)), out=x.flatten(0, 2))
+        torch.gather(self._slots, 1, index.flatten(1), out=slots.flatten(1))
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Inside, look-ups give what `look_ahead` has put there, step by step, and nothing is observed."""
+        self._turns = iter(()) if self._ready is None else zip(*(tensor.unbind(1) for tensor in self._ready), strict=True)
+        try:
+            yield
+        finally:
+            self._turns = None
 
     def _draw_with_current(self, count: int) -> Batch:
         # How many examples the current task has stored only the device knows, so the batch has a fixed size: while there are fewer, they

@@ -20,7 +20,7 @@ class Architecture:
     stored inputs into what the module expects (bytes into floats, say).
     """
 
-    def __init__(self, module: nn.Module, prepare: Prepare, head: str | None = None) -> None:
+    def __init__(self, module: nn.Module, prepare: Prepare, head: str | None = None, align: int = 1) -> None:
         parameters = sorted(module.named_parameters(), key=lambda item: item[1].requires_grad)  # stable: frozen first, then in order
         self.module = module
         self.prepare = prepare
@@ -29,20 +29,22 @@ class Architecture:
         self.lengths = [p.numel() for _, p in parameters]
         self.size = sum(self.lengths)
         self.frozen = sum(not p.requires_grad for _, p in parameters)
-        self.trainable = slice(sum(self.lengths[: self.frozen]), self.size)
+        self.width = -(-self.size // align) * align  # of a row; what is behind the parameters is zero and stays zero
+        self.trainable = slice(sum(self.lengths[: self.frozen]), self.width)
         self.convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
         self._head = module.get_submodule(head) if head is not None else linear[-1] if linear else None
 
     def views(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of `theta` `[…, P]`, in the order of `names`."""
-        lead = theta.shape[:-1]
-        return [part.view(*lead, *shape) for part, shape in zip(torch.split_with_sizes(theta, self.lengths, dim=-1), self.shapes, strict=True)]
+        lead, parts = theta.shape[:-1], torch.split_with_sizes(theta[..., : self.size], self.lengths, dim=-1)
+        return [part.view(*lead, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def flatten(self, module: nn.Module) -> Tensor:
         """The parameters of a module of this architecture as one row."""
         values = dict(module.named_parameters())
-        return torch.cat([values[name].detach().reshape(-1) for name in self.names]) if self.names else torch.empty(0)
+        row = torch.cat([values[name].detach().reshape(-1) for name in self.names]) if self.names else torch.empty(0)
+        return row if self.width == self.size else torch.cat([row, row.new_zeros(self.width - self.size)])
 
     def call(self, parameters: list[Tensor], buffers: dict[str, Tensor], x: Tensor, descriptors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits, and the features that enter the last linear layer (the logits themselves where there is none)."""

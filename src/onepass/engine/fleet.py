@@ -24,6 +24,7 @@ from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
 Build = Callable[[], nn.Module]
+ALIGN = 32  # numbers: where rows begin at such places, matrix products on a GPU take half the time
 LOST = 1e4  # a uniform guess among a million classes has a cross-entropy of 14
 
 
@@ -123,7 +124,7 @@ class Fleet:
         after = self.architecture
 
         def carry(old: Tensor, into: Tensor | None = None) -> Tensor:
-            new = old.new_zeros(len(old), after.size) if into is None else into
+            new = old.new_zeros(len(old), after.width) if into is None else into
             _fill(dict(zip(before.names, before.views(old), strict=True)), dict(zip(after.names, after.views(new), strict=True)))
             return new
 
@@ -137,7 +138,8 @@ class Fleet:
             return build()
 
     def _assemble(self, modules: list[nn.Module]) -> None:
-        self.architecture = Architecture(modules[0], self._prepare, self._head)
+        align = ALIGN if self.device.type == "cuda" else 1
+        self.architecture = Architecture(modules[0], self._prepare, self._head, align)
         self.theta = torch.stack([self.architecture.flatten(m) for m in modules]).to(self.device)
         everyone = [dict(m.named_buffers()) for m in modules]
         self._buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
@@ -217,6 +219,19 @@ class Fleet:
                 learner.after_step(self.theta - before)
         self.step += self._active
         self.tick = None
+
+    @property
+    def steady(self) -> bool:
+        """Is the next step one like any other? After one that some runs sat out it is not."""
+        return not self._partial
+
+    def places(self) -> list[Tensor]:
+        """The tensors that a step reads and writes, wherever they lie now."""
+        return [self.theta, self.step, self.learning_rate, *self.buffers.values()]
+
+    def learnt(self, steps: int) -> None:
+        """So many steps were taken without the host."""
+        self._ticks += steps
 
     def _gate(self, present: Tensor | None) -> None:
         self._active.copy_(self._alive)

@@ -19,6 +19,7 @@ from torch.func import grad_and_value, vmap
 
 from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
+from onepass.engine.precision import products
 from onepass.engine.program import DrawsRandomNumbersError, Program, trace
 from onepass.errors import first_line
 from onepass.streams.batch import Batch
@@ -205,10 +206,11 @@ class Gradients:
                 program = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
             result = [torch.empty_like(o) for o in outputs]
             changed = row.safe(arguments)
-            program(*changed, *result)
-            samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True))[:2] if stacked else [(arguments, changed, result)]
-            for original, after, found in samples:
-                self._check(row, original, after, found)
+            with products(arguments[0].device, tf32=False):  # TF32 is about as far off as what is looked for
+                program(*changed, *result)
+                samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True))[:2] if stacked else [(arguments, changed, result)]
+                for original, after, found in samples:
+                    self._check(row, original, after, found)
             if self.architecture.module.training:  # in evaluation, dropout draws nothing and says nothing
                 self._random = False
         except DrawsRandomNumbersError as reason:

@@ -36,6 +36,8 @@ def trace(function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
         raise DrawsRandomNumbersError("the model draws random numbers (dropout?)")
     _drop_empty_reshapes(graph)
+    if arguments[0].is_cuda:
+        _add_in_products(graph)
     result = next(node for node in graph.nodes if node.op == "output")
     gradients, loss = result.args[0]
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -89,11 +91,42 @@ def _drop_empty_reshapes(graph: fx.Graph) -> None:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
+        once = node.target in (aten.mul.Scalar, aten.mul.Tensor) and _is_one(node.args[1])
+        if once and all(user.target == aten.view.default for user in node.users):  # a reshape may be of a part of theta, whose rows are apart
+            for user in node.users:
+                user.target = aten.reshape.default
+        if once and (_layout(node) == _layout(source) or all(user.target == aten.reshape.default for user in node.users)):
+            node.replace_all_uses_with(source)
+            continue
         twice = node.target in (aten.t.default, aten.transpose.int) and source.target == node.target and source.args[1:] == node.args[1:]
         same = node.target in _RESHAPES and _layout(node) == _layout(source)
         if twice or same:
             original = source.args[0] if twice else source
             node.replace_all_uses_with(original)
+    graph.eliminate_dead_code(is_impure_node=_writes)
+
+
+def _is_one(factor: object) -> bool:
+    if isinstance(factor, fx.Node):
+        return factor.target == aten.ones_like.default or (factor.target in _RESHAPES and _is_one(factor.args[0]))
+    return factor == 1
+
+
+def _add_in_products(graph: fx.Graph) -> None:
+    """`b + x y` in one product: on a GPU an operation saved is time saved."""
+    for node in graph.nodes:
+        if node.target != aten.add.Tensor or node.kwargs:
+            continue
+        for bias, product in (node.args[:2], node.args[1::-1]):
+            if (
+                isinstance(product, fx.Node)
+                and product.target == aten.bmm.default
+                and len(product.users) == 1
+                and isinstance(bias, fx.Node)
+                and _layout(node) == _layout(product)
+            ):
+                node.target, node.args = aten.baddbmm.default, (bias, *product.args)
+                break
     graph.eliminate_dead_code(is_impure_node=_writes)
 
 

@@ -145,6 +145,9 @@ class LiveMemory:
             raise InputError("the memory has no room for an example of every task: give it more bytes or examples")
         return self.take(torch.tensor(rows))
 
+    def of_chosen(self, choose: Callable[[int], Tensor]) -> Batch:
+        return self.of(choose(1)[:, 0].tolist())
+
     # ---- what the wrapper calls
 
     def prepare(self, batch: Batch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -70,6 +70,14 @@ class Feed:
 
         `skip` leaves out the first batches, which somebody has learnt already.
         """
+        for batch, _ in self.stretches(phase, skip, lambda done, left: 1):
+            yield batch
+
+    def stretches(self, phase: int, skip: int, steps: Callable[[int, int], int]) -> Iterator[tuple[Batch, int]]:
+        """The same in stretches: several batches of full size as one, one behind the other, and how many they are.
+
+        `steps(done, left)` says how many it shall be, where `done` have come and `left` more are full for every run.
+        """
         lengths = self.lengths(phase)
         order = Source(self.seeds, Purpose.ORDER).permutation(phase, lengths)
         members = [self._members(run, phase) for run in self._runs]
@@ -77,13 +85,19 @@ class Feed:
         owner: Tensor | int = phase
         if self.joined:
             owner = self._stack([torch.cat([torch.full_like(train, k) for k, train in row]) for row in members]).gather(1, order)
-        for start in range(skip * self.batch_size, max(lengths), CHUNK * self.batch_size):
-            piece = slice(start, start + CHUNK * self.batch_size)
-            chunk = self._gather(index[:, piece], owner if isinstance(owner, int) else owner[:, piece])
-            for b in range(0, chunk.x.shape[1], self.batch_size):
-                width = min(self.batch_size, chunk.x.shape[1] - b)
-                sizes = tuple(max(0, min(width, n - start - b)) for n in lengths)
-                yield Batch(chunk.x[:, b : b + width], chunk.slots[:, b : b + width], sizes, task=None if self.joined else phase)
+        done, full, total = skip, min(lengths) // self.batch_size, max(lengths)
+        start = end = 0  # of the batches that are gathered
+        while done * self.batch_size < total:
+            count = steps(done, full - done) if done < full else 1
+            if done + count > end:
+                start, end = done, done + max(count, CHUNK)
+                piece = slice(start * self.batch_size, end * self.batch_size)
+                chunk = self._gather(index[:, piece], owner if isinstance(owner, int) else owner[:, piece])
+            first = (done - start) * self.batch_size
+            x, slots = (tensor[:, first : first + count * self.batch_size] for tensor in (chunk.x, chunk.slots))
+            sizes = tuple(max(0, min(slots.shape[1], n - done * self.batch_size)) for n in lengths)
+            yield Batch(x, slots, sizes, task=None if self.joined else phase), count
+            done += count
 
     def test(self, task: int) -> Batch:
         """All test examples of a task."""

@@ -1,0 +1,198 @@
+"""Steps without the host: on a GPU a stretch of steps is captured once as a CUDA graph, and replayed from then on.
+
+A replay repeats the operations of a stretch in the same memory. So whatever a step is given is copied to where the captured one found it
+(its batches, what it looks up in the episodic memory), and whatever it keeps must be written in place. What the host counts is counted
+afterwards. A stretch that cannot be captured is taken step by step, for a reason that is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from onepass.engine.branches import Branches, streams
+from onepass.engine.fleet import Fleet, Steps
+from onepass.errors import first_line
+from onepass.streams.batch import Batch
+
+log = logging.getLogger(__name__)
+
+STRETCH = 20  # gradients: from here on, the start of a graph is a small part of it
+KEPT = 4  # graphs: a method has one for the first task and one for the others, and each a shorter one for the end of a task
+
+
+class Lookups(Protocol):
+    """What replays need of an episodic memory."""
+
+    def look_ahead(self, steps: int) -> None: ...
+    def captured(self) -> AbstractContextManager[None]: ...
+    def observe(self, batch: Batch) -> None: ...
+
+
+class Captured(Steps, Protocol):
+    """What replays need of a learner."""
+
+    counts: tuple[str, ...]
+    reads_task: ClassVar[bool]
+    period: int
+
+    def form(self) -> Hashable | None: ...
+    def passes(self) -> int: ...
+
+    @property
+    def memory(self) -> Lookups | None: ...
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    x: Tensor
+    slots: Tensor
+    graph: Graph
+
+
+class Replays:
+    """Lets a fleet learn from a stretch of batches, or do anything else with each of them: `take` says what, by default `Fleet.learn`.
+
+    `capture=False` takes all steps one by one, and so does a device that has no graphs.
+    """
+
+    device = "cuda"
+
+    def __init__(self, fleet: Fleet, learner: Captured, take: Callable[[Batch], None] | None = None, *, capture: bool = True) -> None:
+        self._fleet, self._learner = fleet, learner
+        self._learns, self._take = take is None, take or (lambda batch: fleet.learn(learner, batch))
+        self._memory = learner.memory if self._learns else None
+        self._on = capture and fleet.device.type == self.device
+        self._graphs: dict[Hashable, _Stretch] = {}
+        if self._on and self.device == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            streams(fleet.device)  # outside any capture
+
+    def stretch(self, at_most: int) -> int:
+        """How many steps to take at once, of so many that are left before something else is to be done."""
+        if not self._on or self._learner.form() is None:
+            return 1
+        period = self._learner.period if self._learns else 1
+        steps = min(at_most, max(STRETCH // self._learner.passes(), period))
+        whole = steps - steps % period
+        return whole if whole and all(getattr(self._learner, name) % period == 0 for name in self._learner.counts) else 1
+
+    def __call__(self, batches: Batch, steps: int) -> None:
+        """Take `steps` batches of one size, which lie one behind the other in `batches`."""
+        stretch = self._graphs.get(self._key(batches, steps))
+        if stretch is not None:
+            self._replay(stretch, batches, steps)
+            return
+        width = batches.slots.shape[1] // steps
+        for number in range(steps):
+            self._take(_cut(batches, number, width))
+        key = self._key(batches, steps)  # as the next stretch will find it
+        if key is not None and key not in self._graphs:
+            self._capture(key, batches, steps)
+
+    def _key(self, batches: Batch, steps: int) -> Hashable | None:
+        """What a captured stretch depends on besides the values of tensors; None if it cannot be captured."""
+        if not self._on or batches.sizes is not None or not self._fleet.steady:
+            return None
+        form, learner = self._learner.form(), self._learner
+        unlike = steps % learner.period or any(getattr(learner, name) % learner.period for name in learner.counts)
+        if form is None or (unlike and self._learns):
+            return None
+        return steps, batches.x.shape, self._told(batches), form, _print(self._fleet.places()), _print(self._state(), 2)
+
+    def _told(self, batches: Batch) -> int | None:
+        """The task, if the learner looks at it: then no other task can replay what was captured."""
+        return batches.task if self._learner.reads_task else None
+
+    def _state(self) -> dict[str, Any]:
+        """What a learner has besides its counters: a captured step must leave everything in it where it was."""
+        return {name: value for name, value in vars(self._learner).items() if name not in self._learner.counts}
+
+    def _capture(self, key: Hashable, batches: Batch, steps: int) -> None:
+        x, slots = torch.empty_like(batches.x, memory_format=torch.contiguous_format), batches.slots.clone()
+        inputs, width = replace(batches, x=x, slots=slots, task=self._told(batches)), slots.shape[1] // steps
+        x.copy_(batches.x)
+        owners = [(owner, dict(vars(owner))) for owner in (self._fleet, self._learner)]
+        before = _print(self._state(), 2)
+        try:
+            if self._memory is not None:
+                self._memory.look_ahead(steps)
+            with nullcontext() if self._memory is None else self._memory.captured():
+                graph = self._record([partial(self._take, _cut(inputs, number, width)) for number in range(steps)])
+            self._check(before, owners[1][1], steps)
+            self._graphs[key] = _Stretch(x, slots, graph)
+            if len(self._graphs) > KEPT:
+                del self._graphs[next(iter(self._graphs))]
+        except Exception as reason:  # whatever cannot be captured: a model's or a method's own errors come up again without a graph
+            if isinstance(reason, torch.OutOfMemoryError) or "out of memory" in str(reason):
+                raise
+            log.warning("steps are taken one by one, not replayed: %s", first_line(reason))
+            self._on = False
+        finally:
+            for owner, values in owners:
+                vars(owner).update(values)
+
+    def _record(self, work: Sequence[Callable[[], None]]) -> Graph:
+        """A graph of some pieces of work. Nothing is done yet."""
+        device, graph = self._fleet.device, torch.cuda.CUDAGraph()
+        room = torch.cuda.get_device_properties(device).total_memory // 32
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), Branches(streams(device), room) as branches:
+            for step in work:
+                step()
+                branches.end_step()
+            branches.join()
+        return graph
+
+    def _check(self, before: Hashable, values: Mapping[str, Any], steps: int) -> None:
+        """Raise if the captured steps did something that a replay does not repeat."""
+        for name in self._learner.counts if self._learns else ():
+            if getattr(self._learner, name) != values[name] + steps:
+                raise RuntimeError(f"a step must add one to {name}, which is among the learner's counts")
+        if _print(self._state(), 2) != before:
+            now = self._state()
+            changed = [name for name in now if _print(now[name], 2) != _print(values.get(name), 2)]
+            raise RuntimeError(f"a step changes {', '.join(changed)} on the host: tensors are to be written in place, counters named in `counts`")
+
+    def _replay(self, stretch: _Stretch, batches: Batch, steps: int) -> None:
+        stretch.x.copy_(batches.x)
+        stretch.slots.copy_(batches.slots)
+        if self._memory is not None:
+            self._memory.look_ahead(steps)
+        stretch.graph.replay()
+        if self._learns:
+            self._fleet.learnt(steps)
+            for name in self._learner.counts:
+                setattr(self._learner, name, getattr(self._learner, name) + steps)
+        if self._memory is not None:
+            self._memory.observe(batches)
+
+
+def _cut(batches: Batch, number: int, width: int) -> Batch:
+    return batches if width == batches.slots.shape[1] else batches.piece(number * width, (number + 1) * width)
+
+
+def _print(value: Any, depth: int = 1) -> Hashable:
+    """What tells two states of an object apart: the places of its tensors, its plain values, and those of what it consists of."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape, value.stride()
+    if isinstance(value, int | float | str | bytes | None):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return (type(value), len(value), *(_print(one, depth - 1) for one in value)) if depth else (type(value), len(value))
+    if isinstance(value, Mapping):
+        return (len(value), *((name, _print(one, depth - 1)) for name, one in value.items())) if depth else len(value)
+    return id(value)
