@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -125,19 +123,24 @@ def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task
     kind, options = CASES[case]
     looks: list[list[Batch]] = []
     ends: list[int] = []
-    review, end_task = kind.review, kind.end_task
+    begin_review, look_again, end_task = kind.begin_review, kind.look_again, kind.end_task
 
-    def watched(self: Anchored, batches: Iterable[Batch]) -> None:
-        looks.append(list(batches))
+    def began(self: Anchored) -> None:
+        looks.append([])
         assert int(self.fleet.step.max()) == 2 * len(looks)
-        review(self, looks[-1])
+        begin_review(self)
+
+    def looked(self: Anchored, batch: Batch) -> None:
+        looks[-1].append(batch)
+        look_again(self, batch)
 
     def ended(self: Anchored) -> None:
         ends.append(len(looks))
         end_task(self)
         assert (self.pull > 0).any(1).all()
 
-    monkeypatch.setattr(kind, "review", watched)
+    monkeypatch.setattr(kind, "begin_review", began)
+    monkeypatch.setattr(kind, "look_again", looked)
     monkeypatch.setattr(kind, "end_task", ended)
     name = next(name for name, method in METHODS.items() if method.learner is kind)
     runs = [Run(3, {"learning_rate": 0.1, "strength": 0.5})]
@@ -180,7 +183,7 @@ def test_scaling_is_over_a_whole_row_and_a_constant_row_vanishes() -> None:
 
 def test_singly_every_example_of_every_run_comes_once_and_in_order() -> None:
     batches = uneven()
-    ones = list(singly(batches))
+    ones = [one for batch in batches for one in singly(batch)]
     assert all(one.x.shape[1] == 1 and one.slots.shape[1] == 1 for one in ones)
     assert sum((examples(one, torch.zeros(1)) for one in ones), torch.zeros(3, 1)).tolist() == [[11], [9], [8]]
     for run, count in enumerate((11, 9, 8)):

@@ -75,19 +75,19 @@ def trained(method: str, stream: str, size: int) -> tuple[list[Record], Fleet, L
     """Trained and evaluated under the protocol: the records, what is left, and the passes over the data."""
     kept: list[tuple[Feed, Fleet, Learner]] = []
     passes: list[int] = []
-    batches = Feed.batches
+    stretches = Feed.stretches
 
     def keep(*arguments: Any, **more: Any) -> tuple[Feed, Fleet, Learner]:
         kept.append(assemble(*arguments, **more))
         return kept[-1]
 
-    def counted(feed: Feed, phase: int, skip: int = 0) -> Iterator[Batch]:
+    def counted(feed: Feed, phase: int, *arguments: Any) -> Iterator[tuple[Batch, int]]:
         passes.append(phase)
-        return batches(feed, phase, skip)
+        return stretches(feed, phase, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onepass.protocol.assemble", keep)
-        patch.setattr(Feed, "batches", counted)
+        patch.setattr(Feed, "stretches", counted)
         records = train(STREAM[stream], "cv", METHODS[method], runs(method, list(range(1, size + 1))), SETUP)
     return records, kept[0][1], kept[0][2], passes
 

@@ -190,9 +190,9 @@ def test_labels_are_drawn_anew_for_every_example_run_and_task_by_the_probabiliti
     fleet, one = fleet_of(line, runs=40), task_batch(2, runs=1, size=1)
     fleet.theta.copy_(2 * fleet.theta[0])
     learner, batch = original(fleet), Batch(one.x.expand(40, -1, -1), one.slots.expand(40, -1))
-    draws = torch.stack([learner.relabelled(batch, number).slots[:, 0] - 4 for number in range(60)], 1)
+    draws = torch.stack([learner.relabelled(batch, torch.full((40, 1), number)).slots[:, 0] - 4 for number in range(60)], 1)
     fleet.step += 7
-    later = torch.stack([learner.relabelled(batch, number).slots[:, 0] - 4 for number in range(60)], 1)
+    later = torch.stack([learner.relabelled(batch, torch.full((40, 1), number)).slots[:, 0] - 4 for number in range(60)], 1)
     p = float(chances(module_of(fleet, 0), one.x[0, 0], 4)[1].exp().detach())
     for drawn in (draws, later):
         assert abs(float(drawn.float().mean()) - p) < 4 * (p * (1 - p) / 2400) ** 0.5

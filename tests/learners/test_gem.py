@@ -157,6 +157,9 @@ def gem(fleet: Fleet, margin: float = 0.0, ridge: float = 0.0, budget: int = 10,
     return Gem(fleet, {"margin": torch.full((fleet.runs, 1), margin)}, Options(ridge), memory)
 
 
+wherever_it_is_solved = pytest.mark.parametrize("on_device", [False, True])  # by QR and SciPy, or as on a GPU
+
+
 def of_task(batch: Batch, task: int, sizes: tuple[int, ...] | None = None) -> Batch:
     return Batch(batch.x, batch.slots % 2 + 2 * task, sizes)
 
@@ -226,16 +229,20 @@ def test_a_step_without_violation_is_exactly_plain_sgd() -> None:
     assert 5 < same < 55
 
 
-def test_the_whole_vector_decides_not_its_parts() -> None:
+@wherever_it_is_solved
+def test_the_whole_vector_decides_not_its_parts(on_device: bool) -> None:
     learner = gem(fleet_of(runs=1))
+    learner._on_device = on_device
     g, reference = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([[-1.0, 0.0, 2.0, 2.0]])
     assert torch.equal(learner.respect(g.clone(), [reference]), g)
     assert learner.violations.tolist() == [0]
 
 
-def test_margins_are_the_rows_own_and_the_ridge_is_everybodys() -> None:
+@wherever_it_is_solved
+def test_margins_are_the_rows_own_and_the_ridge_is_everybodys(on_device: bool) -> None:
     learner = gem(fleet_of(), ridge=1e-3)
     learner = Gem(learner.fleet, {"margin": torch.tensor([[0.0], [0.5], [2.0]])}, Options(1e-3), learner.episodic)
+    learner._on_device = on_device
     g, constraints = torch.randn(3, 9), [torch.randn(3, 9) for _ in range(3)]
     constraints[0] = -g + 0.1 * torch.randn(3, 9)
     found = learner.respect(g.clone(), constraints)
@@ -244,8 +251,10 @@ def test_margins_are_the_rows_own_and_the_ridge_is_everybodys() -> None:
         assert np.allclose(found[r].numpy(), by_dual(g[r].double().numpy(), G, margin, 1e-3), atol=1e-4)
 
 
-def test_a_step_with_several_violations_counts_once_and_only_for_active_runs() -> None:
+@wherever_it_is_solved
+def test_a_step_with_several_violations_counts_once_and_only_for_active_runs(on_device: bool) -> None:
     learner = gem(fleet_of())
+    learner._on_device = on_device
     learner.fleet.active[1] = False
     g = torch.ones(3, 4)
     violating, harmless = -torch.ones(3, 4), torch.ones(3, 4)
@@ -254,15 +263,17 @@ def test_a_step_with_several_violations_counts_once_and_only_for_active_runs() -
     assert learner.violations.tolist() == [1, 0, 0]
 
 
-def test_zero_gradients_and_rows_that_are_not_numbers_disturb_nobody() -> None:
+@wherever_it_is_solved
+def test_zero_gradients_and_rows_that_are_not_numbers_disturb_nobody(on_device: bool) -> None:
     learner = gem(fleet_of(runs=5))
+    learner._on_device = on_device
     g, constraints = torch.randn(5, 9), [torch.randn(5, 9), torch.randn(5, 9)]
     constraints[0] = -g + 0.1 * torch.randn(5, 9)  # all would be violated
     g[1], constraints[1][2], constraints[1][3], g[4, 3], constraints[0][4, 3] = 0, torch.nan, 0, torch.inf, -1
     found = learner.respect(g.clone(), constraints)
     assert torch.equal(found[[1, 2, 4]], g[[1, 2, 4]])
     for r in (0, 3):
-        assert torch.equal(found[r], closest(g[r], torch.stack([c[r] for c in constraints])))
+        assert torch.allclose(found[r], closest(g[r], torch.stack([c[r] for c in constraints])), atol=1e-5 if on_device else 0, rtol=0)
     assert learner.violations.tolist() == [1, 0, 0, 1, 0]
 
 

@@ -14,7 +14,8 @@ from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.learners.icarl import ICarl, Options
 from onepass.metrics import metrics
-from onepass.protocol import Run, Setup, accuracy, train
+from onepass.protocol import Run, Setup, train
+from onepass.recording import accuracy
 from onepass.streams.base import Part, Task
 from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed

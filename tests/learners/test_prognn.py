@@ -18,7 +18,8 @@ from onepass.learners.prognn import Options, ProgNN
 from onepass.metrics import metrics
 from onepass.models.mlp import mlp
 from onepass.models.resnet import ResNet
-from onepass.protocol import Run, Setup, accuracy, train
+from onepass.protocol import Run, Setup, train
+from onepass.recording import accuracy
 from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed
 from onepass.streams.slots import Slots

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ class Anchored(Learner):
 
     keeps: ClassVar[tuple[str, ...]] = ("pull", "anchor", "anchored")
     points: ClassVar[tuple[str, ...]] = ("anchor",)
+    reads_task = False
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -42,29 +43,29 @@ class Anchored(Learner):
 
     def protect(self, importance: Tensor) -> None:
         """From now on, stay close to where `θ` is now."""
-        self.pull = 2 * self.strength * importance
-        self.anchor = self.fleet.theta.clone()
+        torch.mul(2 * self.strength, importance, out=self.pull)
+        self.anchor.copy_(self.fleet.theta)
         self.anchored = True
 
 
-def scaled(importance: Tensor) -> Tensor:
-    """Each row scaled to [0, 1] by its minimum and maximum over the whole network; a constant row vanishes.
+def scaled(importance: Tensor, parameters: int | None = None) -> Tensor:
+    """Each row scaled to [0, 1] by its minimum and maximum over the whole network, its first columns; a constant row vanishes.
 
     >>> scaled(torch.tensor([[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]])).tolist()
     [[0.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
     """
-    low, high = importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)
+    real = importance[..., :parameters]
+    low, high = real.amin(-1, keepdim=True), real.amax(-1, keepdim=True)
     return torch.where(high > low, (importance - low) / (high - low), 0)
 
 
-def singly(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The examples of some batches one by one, for what is a mean over examples of something that is not linear in them."""
-    for batch in batches:
-        for b in range(batch.x.shape[1]):
-            sizes = tuple(int(b < n) for n in batch.lengths())
-            yield replace(batch.piece(b, b + 1), sizes=sizes)
+def singly(batch: Batch) -> Iterator[Batch]:
+    """The examples of a batch one by one, for what is a mean over examples of something that is not linear in them."""
+    for b in range(batch.x.shape[1]):
+        sizes = tuple(int(b < n) for n in batch.lengths())
+        yield replace(batch.piece(b, b + 1), sizes=sizes)
 
 
-def examples(batch: Batch, like: Tensor) -> Tensor:
-    """How many examples each run has in a batch, `[R, 1]`."""
-    return like.new_tensor(batch.lengths())[:, None]
+def examples(batch: Batch, like: Tensor) -> Tensor | int:
+    """How many examples each run has in a batch, `[R, 1]`, or all of them."""
+    return batch.x.shape[1] if batch.sizes is None else like.new_tensor(batch.sizes)[:, None]

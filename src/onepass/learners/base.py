@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,11 +33,14 @@ class Learner(ABC):
     keeps: ClassVar[tuple[str, ...]] = ()  # attributes that are state, memory aside
     needs_own_classes: ClassVar[bool] = False  # no class may belong to two tasks
     has_curve: ClassVar[bool] = True  # can it answer in the middle of a task?
-    asks_host: ClassVar[bool] = False  # the exception to the rule that no step waits for the device
     task_free: ClassVar[bool] = False  # does it make sense for a stream without task boundaries?
     one_input: ClassVar[bool] = False  # does it keep examples itself, of a network with one input?
     own_network: ClassVar[bool] = False  # does it build a network of its own, so that it cannot learn in somebody else's?
+    answers_by_task: ClassVar[bool] = False  # does `scores` ask for `batch.task`?
     points: ClassVar[tuple[str, ...]] = ()  # attributes [R, P] that are places in the space of theta, as against sums over it
+    reads_task: ClassVar[bool] = True  # may a step depend on `batch.task`? If not, steps captured in one task serve the next
+    counts: tuple[str, ...] = ()  # attributes that go up by one a step, on the host
+    period: int = 1  # after so many steps the host does the same again
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
@@ -67,10 +70,34 @@ class Learner(ABC):
         return False
 
     def review(self, batches: Iterable[Batch]) -> None:
-        """The second look: all batches of the task again, before it ends. For methods that `looks_again`."""
+        """The second look: all batches of the task again, before it ends. For methods that `looks_again`.
+
+        One that looks at a batch at a time overrides `look_again`, which can be captured, and what comes before and after it.
+        """
+        self.begin_review()
+        for batch in batches:
+            self.look_again(batch)
+        self.end_review()
+
+    def begin_review(self) -> None:
+        """Before the first batch of a second look."""
+
+    def look_again(self, batch: Batch) -> None:
+        """One batch of a second look."""
+
+    def end_review(self) -> None:
+        """After the last batch of a second look."""
 
     def end_task(self) -> None:
         """After the last batch of a task."""
+
+    def form(self) -> Hashable | None:
+        """What a step does differently from another one, the learner's own attributes aside; None: no two are alike, or it asks the device."""
+        return () if self.memory is None else tuple(self.memory.sizes)
+
+    def passes(self) -> int:
+        """How many times as much a step does as plain SGD, roughly."""
+        return 1
 
     def scores(self, batch: Batch) -> Tensor:
         """Scores of all slots `[R, B, S]` for evaluation; changes nothing."""
@@ -130,6 +157,7 @@ class Rehearsal(Learner):
     """Base of the methods that look back at an episodic memory."""
 
     needs_memory = True
+    reads_task = False
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -171,6 +199,9 @@ class Referring(Rehearsal):
 
     def largest_batch(self, batch_size: int) -> int:
         return max(batch_size, self.episodic.drawn(self.reference_batch))
+
+    def form(self) -> Hashable | None:
+        return self.episodic.form(self.reference_batch)
 
     def direction(self, batch: Batch) -> Tensor:
         g, loss = self.fleet.grad(batch)

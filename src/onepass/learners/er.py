@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,6 +37,9 @@ class Er(Rehearsal):
 
     def largest_batch(self, batch_size: int) -> int:
         return batch_size + self.episodic.drawn(self.reference_batch)
+
+    def form(self) -> Hashable | None:
+        return self.episodic.form(self.reference_batch)
 
     def direction(self, batch: Batch) -> Tensor:
         replayed = self.episodic.draw(self.reference_batch)

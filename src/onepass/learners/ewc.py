@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -48,8 +48,11 @@ class Ewc(MovingFisher):
         super().__init__(fleet, columns, options, memory)
         self.moving, self.normalise = options.fisher == "moving-average", options.normalise
         self.from_model = options.labels == "model"
+        if not self.moving:
+            self.counts, self.period = (), 1
         self.total = torch.zeros_like(fleet.theta[:, : 0 if self.moving else None])  # Σ_k F_k
         self._luck = Source(fleet.seeds, Purpose.LABELS)
+        self._number = torch.zeros_like(self.count)  # of an example in the second look
 
     @classmethod
     def looks_again(cls, options: object) -> bool:
@@ -65,28 +68,37 @@ class Ewc(MovingFisher):
             self.watch(self._g)
             self.count_step()
 
-    def review(self, batches: Iterable[Batch]) -> None:
-        squares, seen = torch.zeros_like(self.fleet.theta), torch.zeros_like(self.strength)
-        for number, one in enumerate(singly(batches)):
-            with self.fleet.workspace():
-                g, _ = self.fleet.grad(self.relabelled(one, number), training=False)
-                squares.addcmul_(g, g)
-            seen += examples(one, seen)
-        self.fisher = squares / seen.clamp(min=1)
+    def begin_review(self) -> None:
+        self.squares.zero_()
+        self.count.zero_()
+        self._number.zero_()
 
-    def relabelled(self, batch: Batch, number: int) -> Batch:
-        """One example a run with a label drawn from the model's own prediction."""
+    def look_again(self, batch: Batch) -> None:
+        for one in singly(batch):
+            with self.fleet.workspace():
+                g, _ = self.fleet.grad(self.relabelled(one, self._number), training=False)
+                self.squares.addcmul_(g, g)
+            self.count += examples(one, self.count)
+            self._number += 1
+
+    def end_review(self) -> None:
+        torch.div(self.squares, self.count.clamp(min=1), out=self.fisher)
+
+    def relabelled(self, batch: Batch, number: Tensor) -> Batch:
+        """One example a run, number `[R, 1]` of the second look, with a label drawn from the model's own prediction."""
         if not self.from_model:
             return batch
-        luck = uniform_at(self._luck.key(self.fleet.step), torch.full_like(batch.slots, number))
+        luck = uniform_at(self._luck.key(self.fleet.step), number)
         return replace(batch, slots=self.fleet.competition.sample(self.fleet.forward(batch).logits, batch.slots, luck))
 
     def end_task(self) -> None:
         if self.moving:
             self.rest()
-            self.protect(scaled(self.fisher) if self.normalise else self.fisher)
+        fisher = scaled(self.fisher, self.fleet.architecture.size) if self.normalise else self.fisher
+        if self.moving:
+            self.protect(fisher)
             return
-        before, towards = self.total, self.anchor
-        self.total = before + (scaled(self.fisher) if self.normalise else self.fisher)
+        before, towards = self.total, self.anchor.clone()
+        self.total = before + fisher
         self.protect(self.total)
         self.anchor = torch.where(self.total > 0, torch.lerp(self.anchor, towards, before / self.total), self.anchor)

@@ -33,6 +33,7 @@ class MovingFisher(Anchored):
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Cadence, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
         self.every, self.flush = options.fisher_every, options.flush
+        self.counts, self.period = ("steps",), self.every
         self.fisher = torch.zeros_like(fleet.theta)
         self.squares = torch.zeros_like(fleet.theta)  # sum of g² since the last average
         self.count = torch.zeros_like(fleet.active, dtype=torch.int64)  # and over how many steps
@@ -60,6 +61,6 @@ class MovingFisher(Anchored):
     def average(self, rows: Tensor, count: Tensor) -> None:
         """Average the squares of the last `count` steps in, for some rows."""
         estimate = (1 - NEW) * self.fisher + NEW * self.squares / count
-        self.fisher = torch.where(rows, estimate, self.fisher)
-        self.squares = torch.where(rows, 0, self.squares)
-        self.count = torch.where(rows, 0, self.count)
+        self.fisher.copy_(torch.where(rows, estimate, self.fisher))
+        self.squares.masked_fill_(rows, 0)
+        self.count.masked_fill_(rows, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from scipy.optimize import lsq_linear, nnls
 from torch import Tensor
 
-from onepass.engine.algebra import dot
+from onepass.engine import dual
+from onepass.engine.algebra import dot, gram
 from onepass.engine.fleet import Fleet
+from onepass.engine.precision import products
 from onepass.learners.agem import TINY
 from onepass.learners.base import Rehearsal
 from onepass.memory import EpisodicMemory
@@ -87,13 +89,13 @@ class Gem(Rehearsal):
     hyperparameters = {"margin": (0, 0.5)}
     options = Options
     keeps = ("violations",)
-    asks_host = True  # the small problems are solved there
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
         self.ridge, self.moves = options.ridge, options.reference_moves_buffers
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
         self._margins: list[float] = columns["margin"][:, 0].tolist()
+        self._on_device = fleet.device.type == "cuda" and dual.available()
 
     @classmethod
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
@@ -102,6 +104,13 @@ class Gem(Rehearsal):
     def peak_bytes(self, tasks: int) -> int:
         double = 2 * 2  # all gradients of a row once more, and scaled, in float64
         return super().peak_bytes(tasks) + (1 + double) * tasks * self.fleet.theta.nbytes // self.fleet.runs
+
+    def form(self) -> Hashable | None:
+        kept = self.episodic.form()
+        return None if kept is None or not self._on_device else (self.episodic.task, kept)
+
+    def passes(self) -> int:
+        return 1 + self.episodic.task
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
@@ -114,11 +123,25 @@ class Gem(Rehearsal):
 
     def respect(self, g: Tensor, constraints: Sequence[Tensor]) -> Tensor:
         """Each row of `g` with the constraints `n × [R, P]` of its own, and the violations counted."""
-        products = torch.cat([dot(g, c) for c in constraints], 1)
+        if self._on_device:
+            return self._respect_on_device(torch.stack([*constraints, g], 1))
+        along = torch.cat([dot(g, c) for c in constraints], 1)
         squares = torch.cat([torch.linalg.vector_norm(c, dim=1, keepdim=True).square() for c in constraints], 1)
-        violated = ((products < 0) & (squares > TINY)).any(1) & products.isfinite().all(1) & self.fleet.active[:, 0]
+        violated = ((along < 0) & (squares > TINY)).any(1) & along.isfinite().all(1) & self.fleet.active[:, 0]
         self.violations += violated
         for r, wrong in enumerate(violated.tolist()):
             if wrong:
                 g[r] = closest(g[r], torch.stack([c[r] for c in constraints]), self._margins[r], self.ridge)
         return g
+
+    def _respect_on_device(self, vectors: Tensor) -> Tensor:
+        """The same without a word to the host, for `[R, n + 1, P]`, the constraints and `g`; the matrix of the dual is small."""
+        matrix = gram(vectors)
+        constraints, g = vectors[:, :-1], vectors[:, -1:]
+        wrong = (matrix[:, :-1, -1] < 0) & (matrix.diagonal(dim1=1, dim2=2)[:, :-1] > TINY)
+        violated = wrong.any(1) & matrix.isfinite().all(2).all(1) & self.fleet.active[:, 0]
+        self.violations += violated
+        multipliers, _ = dual.solve(matrix[:, :-1, :-1], matrix[:, :-1, -1], self.columns["margin"][:, 0], self.ridge)
+        with products(g.device, tf32=False):
+            projected = torch.baddbmm(g, multipliers.to(g.dtype)[:, None], constraints)
+        return torch.where(violated[:, None], projected[:, 0], g[:, 0])

@@ -64,6 +64,7 @@ class ICarl(Learner):
     needs_own_classes = True
     one_input = True
     has_curve = False
+    reads_task = False
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ class Mas(Anchored):
         super().__init__(fleet, columns, options, memory)
         self.per_batch, self.last_task_only = options.per_batch, options.last_task_only
         self.importance = torch.zeros_like(fleet.theta)  # Ω
+        self._total, self._seen = torch.zeros_like(fleet.theta), torch.zeros_like(self.strength)  # in the second look
 
     @classmethod
     def looks_again(cls, options: object) -> bool:
@@ -46,15 +47,20 @@ class Mas(Anchored):
         g, _ = self.fleet.grad(batch)
         return self.pulled(g)
 
-    def review(self, batches: Iterable[Batch]) -> None:
-        total, seen = torch.zeros_like(self.importance), torch.zeros_like(self.strength)
-        for batch in batches if self.per_batch else singly(batches):
+    def begin_review(self) -> None:
+        self._total.zero_()
+        self._seen.zero_()
+
+    def look_again(self, batch: Batch) -> None:
+        for some in (batch,) if self.per_batch else singly(batch):
             with self.fleet.workspace():
-                g, _ = self.fleet.grad(batch, loss=self.squared_outputs, training=False)
-                total += g.abs()
-            seen += examples(batch, seen)
-        fresh = total / seen.clamp(min=1)
-        self.importance = fresh if self.last_task_only else self.importance + fresh
+                g, _ = self.fleet.grad(some, loss=self.squared_outputs, training=False)
+                self._total += g.abs()
+            self._seen += examples(some, self._seen)
+
+    def end_review(self) -> None:
+        fresh = self._total / self._seen.clamp(min=1)
+        self.importance.copy_(fresh if self.last_task_only else self.importance + fresh)
 
     def squared_outputs(self, logits: Tensor, slots: Tensor, _: object) -> Tensor:
         """`Σ_n ‖f(x_n)‖²`: the sum over a batch."""

@@ -35,6 +35,8 @@ class ProgNN(Learner):
     options = Options
     keeps = ("grown",)
     own_network = True
+    reads_task = False
+    answers_by_task = True
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -48,6 +50,9 @@ class ProgNN(Learner):
     def _grow(self, columns: int) -> None:
         self.grown = columns
         self.fleet.rebuild(lambda: Progressive(self.fleet.build, columns, self.input_laterals))
+
+    def passes(self) -> int:
+        return self.grown
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)

@@ -69,20 +69,21 @@ class RWalk(MovingFisher):
     def average(self, rows: Tensor, count: Tensor) -> None:
         distance = self.half * self.fisher * (self.fleet.theta - self.start).square()  # by the information before this stretch
         self.fresh += torch.where(rows, (self.path / (distance + self.damping)).relu(), 0)
-        self.path = torch.where(rows, 0, self.path)
-        self.start = torch.where(rows, self.fleet.theta, self.start)
-        squares = self.squares
+        self.path.masked_fill_(rows, 0)
+        self.start.copy_(torch.where(rows, self.fleet.theta, self.start))
+        squares = self.squares.clone() if self.growing_squares else self.squares
         super().average(rows, torch.full_like(count, self.every) if self.growing_squares else count)
         if self.growing_squares:
-            self.squares = squares
+            self.squares.copy_(squares)
 
     def end_task(self) -> None:
         self.rest()
         if not self.anchored:
-            self.score = self.fresh
+            self.score.copy_(self.fresh)
         else:
-            self.score = (1.5 if self.growing_scores else 0.5) * self.score + 0.5 * self.fresh
-        self.fresh = torch.zeros_like(self.fresh)
+            self.score.mul_(1.5 if self.growing_scores else 0.5).add_(0.5 * self.fresh)
+        self.fresh.zero_()
         if self.growing_squares:
-            self.squares = torch.zeros_like(self.squares)
-        self.protect(scaled(self.fisher) + scaled(self.score))
+            self.squares.zero_()
+        size = self.fleet.architecture.size
+        self.protect(scaled(self.fisher, size) + scaled(self.score, size))

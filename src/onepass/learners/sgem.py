@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ class SGem(Rehearsal):
 
     options = Options
     keeps = ("violations", "number")
+    counts = ("number",)
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
@@ -50,7 +51,7 @@ class SGem(Rehearsal):
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
         if self.episodic.task:
-            g_ref, _ = self.fleet.grad(self.episodic.of(self.choose()), update_buffers=self.moves)
+            g_ref, _ = self.fleet.grad(self.episodic.of_chosen(self.choose), update_buffers=self.moves)
             g, violated = project(g, g_ref, out=g)
             self.violations += (violated & self.fleet.active)[:, 0]
         self.episodic.observe(batch)
@@ -59,7 +60,11 @@ class SGem(Rehearsal):
     def accept(self) -> None:
         self.number += 1
 
-    def choose(self) -> list[int]:
-        """A uniform past task for each run."""
-        luck = self._luck.uniform((self.episodic.task << 32) + self.number, 1)[:, 0]
-        return [int(k) for k in (luck * self.episodic.task).long().tolist()]
+    def form(self) -> Hashable | None:
+        return self.episodic.form() if self.episodic.task else ()
+
+    def choose(self, steps: int) -> Tensor:
+        """A uniform past task for each run and each of the next steps, `[R, steps]`, on the host."""
+        numbers = (self.episodic.task << 32) + self.number + torch.arange(steps)
+        luck = self._luck.spread(steps).uniform(numbers.repeat(self.fleet.runs), 1)
+        return (luck * self.episodic.task).long().view(self.fleet.runs, steps)

@@ -12,6 +12,7 @@ class Van(Learner):
     """`θ ← θ − α ∇ℓ(θ, batch)`: a single model trained continually without anything against forgetting (the paper's VAN)."""
 
     task_free = True
+    reads_task = False
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
