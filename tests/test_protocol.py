@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from onepass import protocol
+from onepass import recording
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners import METHODS
@@ -113,11 +113,11 @@ def test_every_test_example_is_scored_whatever_the_size_of_a_forward_pass(monkey
     rows = [Run(seed, {"learning_rate": 0.2}) for seed in (0, 1)]
     _, fleet, learner = assemble(ToyStream(), "ev", METHODS["van"], rows, SETUP)
     batch = assemble(ToyStream(), "ev", METHODS["van"], rows, SETUP)[0].test(1)
-    whole = protocol.accuracy(fleet, learner, batch)
-    monkeypatch.setattr(protocol, "EVALUATE_AT_ONCE", 7)
-    assert torch.equal(protocol.accuracy(fleet, learner, batch), whole)
+    whole = recording.accuracy(fleet, learner, batch)
+    monkeypatch.setitem(recording.EVALUATE_AT_ONCE, "cpu", 7)
+    assert torch.equal(recording.accuracy(fleet, learner, batch), whole)
     monkeypatch.setattr(learner, "scores", lambda b: torch.nn.functional.one_hot(b.slots, 8).float())
-    assert protocol.accuracy(fleet, learner, batch).tolist() == [1.0, 1.0]
+    assert recording.accuracy(fleet, learner, batch).tolist() == [1.0, 1.0]
 
 
 def test_rows_of_unequal_length_are_recorded_as_if_alone() -> None:
@@ -145,7 +145,7 @@ def test_the_record_adds_up() -> None:
         for number, batch in enumerate(feed.batches(k), start=1):
             fleet.learn(learner, batch)
             if number == 10:
-                tenth = protocol.accuracy(fleet, learner, feed.test(k))
+                tenth = recording.accuracy(fleet, learner, feed.test(k))
         assert number > 10
         learner.end_task()
         assert learner.violations is not None
@@ -169,13 +169,13 @@ def test_padding_is_never_scored() -> None:
     _, fleet, learner = assemble(ToyStream(), "ev", METHODS["van"], [Run(s, {"learning_rate": 0.2}) for s in (0, 1)], SETUP)
     batch = assemble(ToyStream(), "ev", METHODS["van"], [Run(s, {"learning_rate": 0.2}) for s in (0, 1)], SETUP)[0].test(0)
     right = fleet.competition.correct(fleet.forward(batch).logits, batch.slots)
-    found = protocol.accuracy(fleet, learner, replace(batch, sizes=(20, 7)))
+    found = recording.accuracy(fleet, learner, replace(batch, sizes=(20, 7)))
     assert found.tolist() == [float(right[0].double().mean()), float(right[1, :7].double().mean())]
 
 
 def test_seconds_are_a_runs_share_of_training_and_leave_evaluation_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("onepass.protocol.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("onepass.recording.time.perf_counter", lambda: now[0])
     step, score = Fleet.learn, Learner.scores
 
     def learn(self: Fleet, learner: Any, batch: Any) -> None:

@@ -157,12 +157,12 @@ def test_checkpoints_nobody_asked_for_cost_half_a_percent(tmp_path: Path, monkey
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     keeper = Checkpoints(tmp_path, "fleet")
     now += checkpoint.PATIENCE - 1
-    assert not keeper.due(0)
+    assert not keeper.due(0, 0)
     now += 1
-    assert keeper.due(0)
-    assert not keeper.due(7)
+    assert keeper.due(0, 0)
+    assert not keeper.due(7, 6)
     now += checkpoint.LONG
-    assert keeper.due(7), "a task may be the whole stream"
+    assert keeper.due(7, 6), "a task may be the whole stream"
     write = checkpoint.write
 
     def slow(path: Path, content: bytes) -> None:
@@ -173,9 +173,9 @@ def test_checkpoints_nobody_asked_for_cost_half_a_percent(tmp_path: Path, monkey
     monkeypatch.setattr(checkpoint, "write", slow)
     keeper.keep(SNAPSHOT)  # two files: two seconds
     now += 2 / checkpoint.SHARE - 1
-    assert not keeper.due(0)
+    assert not keeper.due(0, 0)
     now += 1
-    assert keeper.due(0)
+    assert keeper.due(0, 0)
 
 
 SNAPSHOT = Snapshot(1, 4, {"theta": torch.arange(12.0).view(3, 4), "alive": torch.tensor([True, False])}, {"seconds": 0.1})

@@ -58,9 +58,9 @@ class Checkpoints:
                 log.warning("checkpoint %s is not used: %s", path, reason)
         return None
 
-    def due(self, batches: int) -> bool:
+    def due(self, batches: int, since: int) -> bool:
         if self._every is not None:
-            return batches % self._every == 0
+            return batches == 0 or batches // self._every > since // self._every
         return time.monotonic() - self._written >= (self._wait if batches == 0 else max(self._wait, LONG))
 
     def keep(self, snapshot: Snapshot) -> None:

@@ -1,0 +1,182 @@
+"""What is recorded of a training: accuracies, learning curves, violations, seconds, bytes. Looking changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onepass.engine.fleet import Fleet
+from onepass.learners.base import Learner
+from onepass.metrics import Array, Record
+from onepass.streams.batch import Batch
+from onepass.streams.feed import Feed
+
+BETA = 10  # the learning curve is recorded for this many batches of each task
+EVALUATE_AT_ONCE = {"cpu": 2_000, "cuda": 2**28}  # test examples of a run in one forward pass, or numbers that enter it, of all runs
+
+
+def at_once(fleet: Fleet, batch: Batch) -> int:
+    """How many examples a run go through the network in one pass."""
+    most = EVALUATE_AT_ONCE[fleet.device.type]
+    return most if fleet.device.type == "cpu" else max(1, most // batch.x[:, 0].numel())
+
+
+def answers(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
+    """Which examples are answered right, `[R, n]`; nothing waits for the device."""
+    pieces = [batch.piece(start, start + at_once(fleet, batch)) for start in range(0, batch.x.shape[1], at_once(fleet, batch))]
+    return torch.cat([fleet.competition.correct(learner.scores(piece), piece.slots) for piece in pieces], 1)
+
+
+def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
+    """Share of right answers of each run on its own examples, `[R]` in float64; NaN for a run without examples."""
+    return share(answers(fleet, learner, batch), batch.sizes)
+
+
+def share(right: Tensor, sizes: Sequence[int] | None) -> Tensor:
+    """The share of true entries among the first `sizes[r]` of each row."""
+    if sizes is None:
+        return right.sum(1).double() / right.shape[1]
+    counts = torch.tensor(sizes, device=right.device)
+    return (right & (torch.arange(right.shape[1], device=right.device) < counts[:, None])).sum(1).double() / counts
+
+
+class Clock:
+    """Seconds of training: evaluation happens while it stands still."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.seconds = device, 0.0
+        self._since: float | None = None  # None: it stands still
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self._since = self._now()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self.seconds += self._now() - self._since
+            self._since = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        running = self._since is not None
+        self.stop()
+        yield
+        if running:
+            self.start()
+
+
+def _array(tensor: Tensor) -> Array:
+    return np.asarray(tensor.cpu().numpy(), dtype=np.float64)
+
+
+class Recorder:
+    """Collects the raw record of all runs."""
+
+    def __init__(self, fleet: Fleet, learner: Learner, feed: Feed, evaluate: bool) -> None:
+        self.fleet, self.learner, self.feed, self.evaluate = fleet, learner, feed, evaluate
+        runs, tasks, phases = fleet.runs, feed.tasks, feed.phases
+        self.clock = Clock(fleet.device)
+        self._has_curve = learner.has_curve and not feed.joined
+        self.diverged = [False] * runs
+        self._accuracy = np.full((runs, phases, tasks), np.nan)
+        self._curve = np.full((runs, tasks if self._has_curve else 0, BETA + 1), np.nan)
+        self._memory = np.full((runs, tasks, tasks), np.nan)
+        self._violations: list[list[int]] = [[] for _ in range(runs)]
+        self._state_bytes: list[int] = []  # a run, at the end of each task
+        self._initial = np.full((runs, tasks), np.nan)
+
+    def begin(self) -> None:
+        self._initial = self._on_all_tasks()
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(getattr(self, f"_{name}")) for name in ("accuracy", "curve", "memory", "initial")}
+
+    def counters(self) -> dict[str, Any]:
+        return {"violations": self._violations, "diverged": self.diverged, "seconds": self.clock.seconds, "state_bytes": self._state_bytes}
+
+    def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        for name, tensor in state.items():
+            setattr(self, f"_{name}", tensor.numpy())
+        self._violations, self.diverged, self.clock.seconds = counters["violations"], counters["diverged"], counters["seconds"]
+        self._state_bytes = counters["state_bytes"]
+
+    def _on_all_tasks(self) -> Array:
+        if not self.evaluate:
+            return np.full((self.fleet.runs, self.feed.tasks), np.nan)
+        found: list[Tensor] = []
+        for tests in self._tests():
+            together = tests[0] if len(tests) == 1 else Batch(torch.cat([t.x for t in tests], 1), torch.cat([t.slots for t in tests], 1))
+            right = torch.split_with_sizes(answers(self.fleet, self.learner, together), [t.x.shape[1] for t in tests], 1)
+            found += [share(mine, test.sizes) for mine, test in zip(right, tests, strict=True)]
+        return _array(torch.stack(found, 1))
+
+    def _tests(self) -> Iterator[list[Batch]]:
+        """The test examples of all tasks: on a GPU several tasks at once, as many as go through the network in one pass."""
+        group: list[Batch] = []
+        for task in range(self.feed.tasks):
+            test = self.feed.test(task)
+            alone = self.fleet.device.type == "cpu" or self.learner.answers_by_task
+            if group and (alone or sum(t.x.shape[1] for t in [*group, test]) > at_once(self.fleet, test)):
+                yield group
+                group = []
+            group.append(test)
+        yield group
+
+    def _on(self, batch: Batch) -> Array:
+        return _array(accuracy(self.fleet, self.learner, batch))
+
+    def begin_task(self, phase: int, batches: int = 0) -> None:
+        """Task `phase` begins, or goes on after some batches."""
+        self._phase = phase
+        if self.evaluate and self._has_curve:
+            self._test = self.feed.test(phase)
+            if batches == 0:
+                self._curve[:, phase, 0] = self._on(self._test)
+
+    def after_batch(self, number: int, batch: Batch) -> None:
+        if self.evaluate and self._has_curve:
+            took_part = np.array([n > 0 for n in batch.sizes]) if batch.sizes is not None else True
+            self._curve[:, self._phase, number] = np.where(took_part, self._on(self._test), np.nan)
+
+    def end_task(self) -> None:
+        self.diverged = self.fleet.diverged()
+        self._state_bytes.append(self.fleet.state_bytes() + self.learner.state_bytes())
+        self._accuracy[:, self._phase] = self._on_all_tasks()
+        if self.learner.violations is not None:
+            for row, total in zip(self._violations, self.learner.violations.tolist(), strict=True):
+                row.append(int(total) - sum(row))
+        contents = self.learner.memory.contents() if self.learner.memory is not None and self.evaluate else None
+        if contents is not None:
+            batch, owner = contents
+            right = answers(self.fleet, self.learner, batch)
+            of = [owner == task for task in range(self._phase + 1)]
+            self._memory[:, self._phase, : self._phase + 1] = _array(torch.stack([(right & own).sum(1).double() / own.sum(1) for own in of], 1))
+
+    def records(self, runs: Sequence[tuple[int, Mapping[str, float]]]) -> list[Record]:
+        """What was recorded of runs with these seeds and hyper-parameters."""
+        return [
+            Record(
+                seed=seed,
+                hyperparameters=dict(hyperparameters),
+                accuracy=self._accuracy[r],
+                initial=self._initial[r],
+                curve=self._curve[r],
+                memory_accuracy=None if self.learner.memory is None else self._memory[r],
+                violations=None if self.learner.violations is None else self._violations[r],
+                seconds=self.clock.seconds / self.fleet.runs,
+                state_bytes=self._state_bytes[-1],
+                diverged=self.diverged[r],
+                state_by_task=list(self._state_bytes),
+            )
+            for r, (seed, hyperparameters) in enumerate(runs)
+        ]
