@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from onepass.errors import first_line
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.protocol import Run, train
@@ -56,12 +58,14 @@ class Job:
         """Where this fleet's checkpoints are, if the study's folder is in reach."""
         if self.folder is None or not (Path(self.folder) / FILE).is_file():
             return None
-        return Checkpoints(Path(self.folder) / "checkpoints" / self.name, self.name, self.checkpoint_every, software())
+        made_with = software() + (" on a GPU" if self.device.startswith("cuda") else "")  # where rows of theta are padded
+        return Checkpoints(Path(self.folder) / "checkpoints" / self.name, self.name, self.checkpoint_every, made_with)
 
 
 def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[Record], Provenance]:
     """Train one fleet; its records in the order of its units."""
     with _one_fleet_at_a_time, _device(job.device) as device:
+        too_much = ""
         try:
             records = train(
                 open_stream(job.recipe, job.data),
@@ -77,10 +81,13 @@ def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[
         except (MemoryError, RuntimeError) as reason:
             if not _is_out_of_memory(reason):
                 raise
-            raise OutOfMemoryError(str(reason).partition("\n")[0]) from None
+            too_much = first_line(reason)
         finally:
             if device.startswith("cuda"):
+                gc.collect()
                 torch.cuda.empty_cache()  # the next fleet may be another process's
+        if too_much:  # not from where it was caught: that error holds on to everything that was in memory
+            raise OutOfMemoryError(too_much)
         return records, provenance(device)
 
 

@@ -1,0 +1,50 @@
+"""Studies on a GPU that is too small, or not one's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+STUDY = "run permuted-digits --device cuda --set train_examples=200 --set test_examples=100 --methods"
+
+
+def start(folder: Path, arguments: str, before: str = "") -> subprocess.Popen[str]:
+    code = f"import sys, torch; {before}; from onepass.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *STUDY.split(), *arguments.split(), "--out", str(folder), "--json", str(folder) + ".json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def accuracies(folder: Path) -> Any:
+    return {method: found["A_T"]["values"] for method, found in json.loads(Path(f"{folder}.json").read_text())["methods"].items()}
+
+
+def test_out_of_memory_leads_to_smaller_fleets(tmp_path: Path) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    some = f"torch.cuda.set_per_process_memory_fraction({1.5e9 / total})"
+    printed = finish(start(tmp_path / "tight", "van --seeds 2 --set hidden=[4096,4096]", some))
+    assert "out of memory with 8 runs side by side, going on with 4" in printed
+    finish(start(tmp_path / "roomy", "van --seeds 2 --set hidden=[4096,4096]"))
+    for one, other in zip(accuracies(tmp_path / "tight")["van"], accuracies(tmp_path / "roomy")["van"], strict=True):
+        assert one == pytest.approx(other, abs=0.02)
+
+
+def test_two_processes_on_one_gpu_do_not_change_each_others_results(tmp_path: Path) -> None:
+    finish(start(tmp_path / "alone", "a-gem,ewc --seeds 3"))
+    both = [start(tmp_path / name, "a-gem,ewc --seeds 3") for name in ("one", "other")]
+    for process in both:
+        finish(process)
+    assert accuracies(tmp_path / "one") == accuracies(tmp_path / "alone") == accuracies(tmp_path / "other")
