@@ -85,6 +85,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("merge {tmp}/folder {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
         ("merge {tmp}/folder {tmp}/folder", "cannot be merged into itself"),
         ("verify {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
+        ("companions {tmp}/nowhere", "there is no study in {tmp}/nowhere"),
+        ("companions {tmp}/harmed", "{tmp}/harmed/study.sqlite cannot be used"),
         ("run quickstart --device gpu", "cpu, cuda or auto"),
         pytest.param("run quickstart --device cuda", "--device cpu", marks=no_gpu),
         ("run quickstart --json {tmp}/file/table.json", "{tmp}/file is not a folder"),
@@ -265,6 +267,12 @@ def test_show_refuses_a_unit_that_is_not_there(outcome: tuple[dict[str, Any], st
 
 def test_a_study_goes_on_without_its_recipe_being_named(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
     assert printed("run", "--out", str(folder / "out"), "--workers", "1") == outcome[1]
+
+
+def test_companions_go_to_no_file_of_a_study(outcome: tuple[dict[str, Any], str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = folder / "out"
+    assert "belongs to a study" in refusal(capsys, "companions", str(study), "--json", str(study / "study.sqlite"))
+    assert "it is a folder" in refusal(capsys, "companions", str(study), "--json", str(study))
 
 
 def test_verify_says_when_nothing_is_published(outcome: tuple[dict[str, Any], str], folder: Path) -> None:

@@ -208,6 +208,20 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def companions(folder: Folder, json: Annotated[Path | None, typer.Option(help="File for the tables as JSON.")] = None) -> None:
+    """Print the paper's side tables for a study: worst-case forgetting, violations a task, time and memory."""
+    from onepass import files
+    from onepass.report.companions import collect, document, view
+    from onepass.studies.database import check_target
+
+    found = collect(folder)
+    if json is not None:
+        check_target(json)
+        files.write_json(json, document(found))
+    _wide(120).print(view(found))  # a column a task: a narrow terminal breaks lines, but no number is cut
+
+
 @app.command(name="list")
 def list_everything() -> None:
     """List streams, methods and recipes."""
@@ -243,10 +257,11 @@ def data_get(
     print(folder)
 
 
-def _wide() -> Console:
-    """Standard output; where it is no terminal, lines are not cut at 80 columns."""
+def _wide(least: int = 0) -> Console:
+    """Standard output, of `least` so many columns; where it is no terminal, lines are not cut at 80 columns."""
     terminal = Console()
-    return Console(width=terminal.width if terminal.is_terminal else max(terminal.width, 120), markup=False, highlight=False, soft_wrap=False)
+    width = max(terminal.width, least if terminal.is_terminal else 120)
+    return Console(width=width, markup=False, highlight=False, soft_wrap=False)
 
 
 def main(arguments: list[str] | None = None) -> None:

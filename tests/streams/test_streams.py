@@ -26,6 +26,17 @@ def test_a_stream_has_three_tasks_to_choose_with_and_seventeen_to_learn(name: st
     assert [len(stream.tasks(part, 0)) for part in PARTS] == [3, 17]
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_the_size_of_a_network_for_a_stream_is_known_without_its_data(name: str) -> None:
+    stream, entry = make(name), STREAMS[name]
+    assert (entry.inputs, entry.outputs) == (stream.pool.x.shape[1], stream.slots("ev").count)
+    assert stream.pool.x.dtype is torch.uint8
+
+
+def test_the_network_for_mnist_has_a_pixel_an_input_and_a_digit_an_output() -> None:
+    assert (STREAMS["permuted-mnist"].inputs, STREAMS["permuted-mnist"].outputs) == (28 * 28, 10)
+
+
 def test_permutations_of_cross_validation_never_occur_in_evaluation_whatever_the_seeds() -> None:
     stream = make("permuted-digits")
     parity = {part: {is_odd(t.permutation) for seed in range(20) for t in stream.tasks(part, seed) if t.permutation is not None} for part in PARTS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +66,35 @@ def test_permuted_mnist_carries_what_the_paper_chose_and_found() -> None:
     assert {name: found["A_T"][0] for name, found in numbers.items()} == accuracies | {"multi-task": 0.953}
     forgetting = {"van": 0.51, "ewc": 0.29, "mas": 0.27, "rwalk": 0.08, "prog-nn": 0, "gem": 0.06, "s-gem": 0.08, "a-gem": 0.06}
     assert {name: found["F_T"][0] for name, found in numbers.items() if "F_T" in found} == forgetting
+
+
+def test_what_the_paper_says_is_no_part_of_a_study() -> None:
+    loaded = recipe.load("permuted-mnist")
+    without = loaded.model_copy(update={"paper": recipe.Paper()})
+    assert loaded.paper.companions != without.paper.companions
+    assert without.stored() == loaded.stored()
+    assert without.changes() == []
+    assert [unit.id for unit in cross_validation(without, "a-gem")] == [unit.id for unit in cross_validation(loaded, "a-gem")]
+    assert recipe.from_stored(without.stored()).paper == loaded.paper, "a study that was stored before is compared with what is known today"
+
+
+@pytest.mark.parametrize(
+    ("companions", "names"),
+    [
+        ({"seconds": {"agem": 5}}, "did you mean 'a-gem'?"),
+        ({"seconds": {"a-gem": 0}}, "seconds"),
+        ({"violations": {"gem": [0, -1]}}, "violations"),
+        ({"violations": {"gem": [0.5]}}, "violations"),
+        ({"state": {"van": {"P+B": 1}}}, "state"),
+        ({"state": {"van": {"P*X": 1}}}, "state"),
+        ({"state": {"van": {"P": 0}}}, "state"),
+        ({"state": {"van": {}}}, "state"),
+        ({"bytes": {"van": 1}}, "bytes"),
+    ],
+)
+def test_side_tables_that_make_no_sense_are_refused(companions: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(names)):
+        recipe.Paper(companions=companions)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -20,16 +20,20 @@ class Entry:
     data: str | None  # the data set it needs
     own_classes: bool  # does every class belong to one task only?
     summary: str
+    inputs: int  # pixels of an example, which is as many bytes
+    outputs: int  # of a network for `D^EV`; both are known here since a study can be looked at where its data set is not
 
 
 STREAMS: dict[str, Entry] = {
     "permuted-digits": Entry(
-        digits.PermutedDigits, digits.Options, None, False, "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks"
+        digits.PermutedDigits, digits.Options, None, False, "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks", 64, 10
     ),
     "split-digits": Entry(
-        digits.SplitDigits, digits.Options, None, True, "the same digits in four rotations: 40 classes, 20 tasks of 2, a head a task"
+        digits.SplitDigits, digits.Options, None, True, "the same digits in four rotations: 40 classes, 20 tasks of 2, a head a task", 64, 34
     ),
-    "permuted-mnist": Entry(mnist.PermutedMnist, mnist.Options, "mnist", False, "MNIST, pixels permuted anew by each of 20 tasks: the paper's first"),
+    "permuted-mnist": Entry(
+        mnist.PermutedMnist, mnist.Options, "mnist", False, "MNIST, pixels permuted anew by each of 20 tasks: the paper's first", 784, 10
+    ),
 }
 
 

@@ -27,7 +27,7 @@ class Pool:
     scale: float  # bytes times this are the inputs of the network
 
     def prepare(self, x: Tensor) -> Tensor:
-        return x.to(torch.float32, copy=True).mul_(self.scale)
+        return x * self.scale if x.is_cuda else x.to(torch.float32, copy=True).mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ def subset(index: Tensor, count: int | None, seed: int, step: int, what: str) ->
 class PermutedStream(Stream):
     """All examples in every task, the pixels of each task reordered by a permutation of its own (the first task's too); one shared head.
 
-    Permutations of `D^CV` are even and those of `D^EV` odd, so that the two parts are disjoint by construction.
+    Permutations of `D^CV` are even and those of `D^EV` odd, so that the two parts are disjoint by construction. With `leaking` they are not:
+    the tasks of `D^CV` are the first ones of `D^EV`, as in the A-GEM authors' code.
     """
 
-    def __init__(self, pool: Pool, train_examples: int | None, test_examples: int | None) -> None:
+    def __init__(self, pool: Pool, train_examples: int | None, test_examples: int | None, leaking: bool = False) -> None:
         super().__init__(pool)
-        self.train_examples, self.test_examples = train_examples, test_examples
+        self.train_examples, self.test_examples, self.leaking = train_examples, test_examples, leaking
         self.classes = int(pool.classes.max()) + 1
 
     def slots(self, part: Part) -> Slots:
@@ -92,9 +93,9 @@ class PermutedStream(Stream):
         total, training = len(self.pool.x), self.pool.training
         made = []
         for k in range(TASKS[part]):
-            number = k if part == "cv" else TASKS["cv"] + k
+            number = k if part == "cv" and not self.leaking else TASKS["cv"] + k
             order = Source([seed], Purpose.PERMUTATION).permutation(number, [self.pool.x.shape[1]])[0]
-            if is_odd(order) != (part == "ev"):
+            if is_odd(order) != (number >= TASKS["cv"]):
                 order[:2] = order[:2].flip(0)
             made.append(
                 Task(

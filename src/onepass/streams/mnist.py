@@ -48,12 +48,14 @@ def read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 class Options:
     """How many examples of each task are used (all by default), and how many of MNIST's training images there are to choose from.
 
-    The authors trained on 55 000 images, since the loader they used set the first 5 000 aside.
+    The authors trained on 55 000 images, since the loader they used set the first 5 000 aside. `leaking` makes the three permutations of `D^CV`
+    the first three of `D^EV`, as theirs are.
     """
 
     train_examples: int | None = None
     test_examples: int | None = None
     train_images: int = 55_000
+    leaking: bool = False
 
 
 class PermutedMnist(PermutedStream):
@@ -70,4 +72,4 @@ class PermutedMnist(PermutedStream):
         x = np.concatenate([train_x[first:], test_x]).reshape(-1, 28 * 28)
         classes = np.concatenate([train_y[first:], test_y]).astype(np.int64)
         pool = Pool(torch.from_numpy(x), torch.from_numpy(classes), options.train_images, scale=1 / 255)
-        super().__init__(pool, options.train_examples, options.test_examples)
+        super().__init__(pool, options.train_examples, options.test_examples, options.leaking)

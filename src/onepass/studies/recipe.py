@@ -20,11 +20,33 @@ from onepass.streams import STREAMS, stream
 LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
 Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
+Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
 
 
 KNOWN_DIFFERENCES = "known-differences.toml"
 GROWING = {"methods", "seeds", "cv_seeds", "grids", "options"}  # what a study may get more of
 FIXED = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}  # of a recipe's fields, not for --set
+
+
+class Companions(BaseModel):
+    """The paper's side tables: training `seconds` a run, steps with a violated constraint a task, and what a method holds while it trains.
+
+    `state` is a sum in numbers of 4 bytes, a factor a product: `2*P + M*H` is `{ P = 2, "M*H" = 1 }`. P are the parameters, B the examples of
+    a batch, H the hidden units of the network, M the examples of the episodic memory, T the tasks.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seconds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    violations: dict[str, list[Annotated[int, Field(ge=0, strict=True)]]] = {}
+    state: dict[str, Annotated[dict[Product, Count], Field(min_length=1)]] = {}
+
+    @field_validator("seconds", "violations", "state", mode="after")
+    @classmethod
+    def _methods_exist(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in given:
+            method(name)
+        return given
 
 
 class Paper(BaseModel):
@@ -38,6 +60,7 @@ class Paper(BaseModel):
     runs: Count = 5
     selected: dict[str, dict[str, float]] = {}
     published: dict[str, dict[str, list[float]] | Literal["diverged", "out of memory"]] = {}
+    companions: Companions = Companions()
 
 
 class KnownDifference(BaseModel):
@@ -75,6 +98,7 @@ class Recipe(BaseModel):
     memory_with_replacement: bool = False
     union_softmax: bool = True
     gradients: Mode = "auto"
+    tf32: bool = True
     grids: dict[str, dict[str, Annotated[list[Value], Field(min_length=1)]]] = Field(default={}, validate_default=True)
     options: dict[str, dict[str, Any]] = {}
     paper: Paper = Paper()

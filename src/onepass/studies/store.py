@@ -190,6 +190,10 @@ class Store:
                 raise damaged(path, str(reason)) from None
         return self._arrays[name]
 
+    def trained_together(self, unit: str) -> int:
+        """How many runs were rows of the fleet that made this record: a fleet has one file of arrays."""
+        return len({key.partition("/")[0] for key in self._arrays_of(self.contents.records[unit].arrays)})
+
     def open_fleets(self) -> dict[int, list[Entry]]:
         """What is planned and neither finished nor failed, fleet by fleet in the order of the plan."""
         fleets: dict[int, list[Entry]] = {}

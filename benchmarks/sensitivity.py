@@ -1,0 +1,63 @@
+"""What the results on the paper's Permuted MNIST depend on: one hyper-parameter varied, all its values and seeds side by side in one fleet on `D^EV`.
+
+    python benchmarks/sensitivity.py METHOD HYPERPARAMETER=VALUE,VALUE,… [--seeds 10] [--set KEY=VALUE …] [--device cuda] [--data DIR]
+                                     [--markdown FILE]
+
+The other hyper-parameters are those that the paper chose. No cross-validation: this looks at `D^EV`, to explain a result and not to choose one. The
+spread is that of single runs; a mean over five runs, as published, varies by its share of 1/√5.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from full_length import UNPUBLISHED
+
+from onepass.learners import METHODS
+from onepass.metrics import metrics
+from onepass.protocol import Run, train
+from onepass.studies.fetch import locate
+from onepass.studies.recipe import load
+from onepass.studies.work import open_stream
+
+SHOWN = ("A_T", "F_T", "worst_forgetting", "LCA_10", "LCA_10_trapezoid", "violations")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method")
+    parser.add_argument("varied", help="such as learning_rate=0.03,0.1")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], help="as for onepass run")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data")
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    recipe = load("permuted-mnist", arguments.set)
+    stream = open_stream(recipe, locate("mnist", arguments.data))
+    name, values = arguments.varied.split("=")
+    chosen = recipe.paper.selected.get(arguments.method) or UNPUBLISHED[arguments.method]
+    points = [chosen | {name: float(value)} for value in values.split(",")]
+    runs = [Run(seed, point) for point in points for seed in range(arguments.seeds)]
+    options = recipe.method_options(arguments.method)
+    records = train(stream, "ev", METHODS[arguments.method], runs, recipe.setup(), options, device=arguments.device)
+    heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
+    lines = [f"`{' '.join(['sensitivity.py', arguments.method, arguments.varied, *arguments.set])}`, {arguments.seeds} seeds", ""]
+    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for number, point in enumerate(points):
+        mine = [metrics(record) for record in records[number * arguments.seeds : (number + 1) * arguments.seeds]]
+        cells = [f"{name} {point[name]:g}"]
+        for metric in SHOWN:
+            found = [value for one in mine if (value := getattr(one, metric)) is not None]
+            cells.append(f"{np.mean(found):.4g} ± {np.std(found):.2g}" if found else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    print("\n".join(lines))
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
