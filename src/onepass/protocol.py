@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,7 +100,8 @@ def train(
     of the training: with `evaluate=False` the parameters end bit-identical. A `keeper` is given snapshots at task ends and in between, as
     often as it likes; if it has one already, training goes on from there and ends bit-identical too.
     """
-    with products(torch.device(device), tf32=setup.tf32):
+    on_gpu = torch.device(device).type == "cuda"
+    with torch.cuda.device(device) if on_gpu else nullcontext(), products(torch.device(device), tf32=setup.tf32):
         feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
         record, learn = Recorder(fleet, learner, feed, evaluate), Replays(fleet, learner)
         look_again = Replays(fleet, learner, learner.look_again)

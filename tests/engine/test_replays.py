@@ -221,6 +221,30 @@ class Told(Van):
         return super().direction(batch) * (1 + (batch.task or 0))
 
 
+class Listing(Van):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seen: list[int] = []
+
+    def direction(self, batch: Batch) -> Tensor:
+        self.seen.append(len(self.seen))
+        return super().direction(batch)
+
+
+@pytest.mark.parametrize(("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Listing, "seen")])
+def test_a_method_that_does_things_on_the_host_is_taken_step_by_step(
+    kind: type[Van], word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = replace(METHODS["van"], learner=kind)
+    eager = train(ToyStream(), "ev", method, runs(method), SETUP)
+    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr(Simulated, "replayed", 0)
+    with caplog.at_level(logging.WARNING):
+        same(eager, train(ToyStream(), "ev", method, runs(method), SETUP))
+    assert Simulated.replayed == 0
+    assert f"one by one, not replayed: a step changes {word} on the host" in caplog.text
+
+
 @on_cuda
 @pytest.mark.parametrize(("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Asking, "captur")])
 def test_a_method_that_cannot_be_captured_is_taken_step_by_step(

@@ -111,28 +111,28 @@ class Replays:
         unlike = steps % learner.period or any(getattr(learner, name) % learner.period for name in learner.counts)
         if form is None or (unlike and self._learns):
             return None
-        return steps, batches.x.shape, self._told(batches), form, _print(self._fleet.places()), _print(self._state(), 2)
+        return steps, batches.x.shape, self._told(batches), form, _print(self._fleet.places()), *self._state().items()
 
     def _told(self, batches: Batch) -> int | None:
         """The task, if the learner looks at it: then no other task can replay what was captured."""
         return batches.task if self._learner.reads_task else None
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Hashable]:
         """What a learner has besides its counters: a captured step must leave everything in it where it was."""
-        return {name: value for name, value in vars(self._learner).items() if name not in self._learner.counts}
+        return {name: _print(value) for name, value in vars(self._learner).items() if name not in self._learner.counts}
 
     def _capture(self, key: Hashable, batches: Batch, steps: int) -> None:
         x, slots = torch.empty_like(batches.x, memory_format=torch.contiguous_format), batches.slots.clone()
         inputs, width = replace(batches, x=x, slots=slots, task=self._told(batches)), slots.shape[1] // steps
         x.copy_(batches.x)
         owners = [(owner, dict(vars(owner))) for owner in (self._fleet, self._learner)]
-        before = _print(self._state(), 2)
+        before = self._state() | {name: getattr(self._learner, name) for name in self._learner.counts}
         try:
             if self._memory is not None:
                 self._memory.look_ahead(steps)
             with nullcontext() if self._memory is None else self._memory.captured():
                 graph = self._record([partial(self._take, _cut(inputs, number, width)) for number in range(steps)])
-            self._check(before, owners[1][1], steps)
+            self._check(before, steps)
             self._graphs[key] = _Stretch(x, slots, graph)
             if len(self._graphs) > KEPT:
                 del self._graphs[next(iter(self._graphs))]
@@ -157,15 +157,14 @@ class Replays:
             branches.join()
         return graph
 
-    def _check(self, before: Hashable, values: Mapping[str, Any], steps: int) -> None:
+    def _check(self, before: Mapping[str, Any], steps: int) -> None:
         """Raise if the captured steps did something that a replay does not repeat."""
-        for name in self._learner.counts if self._learns else ():
-            if getattr(self._learner, name) != values[name] + steps:
-                raise RuntimeError(f"a step must add one to {name}, which is among the learner's counts")
-        if _print(self._state(), 2) != before:
-            now = self._state()
-            changed = [name for name in now if _print(now[name], 2) != _print(values.get(name), 2)]
+        changed = [name for name, now in self._state().items() if name not in before or before[name] != now]
+        if changed:
             raise RuntimeError(f"a step changes {', '.join(changed)} on the host: tensors are to be written in place, counters named in `counts`")
+        for name in self._learner.counts if self._learns else ():
+            if getattr(self._learner, name) != before[name] + steps:
+                raise RuntimeError(f"a step must add one to {name}, which is among the learner's `counts`")
 
     def _replay(self, stretch: _Stretch, batches: Batch, steps: int) -> None:
         stretch.x.copy_(batches.x)

@@ -93,7 +93,10 @@ class Learner(ABC):
 
     def form(self) -> Hashable | None:
         """What a step does differently from another one, the learner's own attributes aside; None: no two are alike, or it asks the device."""
-        return () if self.memory is None else tuple(self.memory.sizes)
+        if self.memory is None:
+            return ()
+        alike = len(set(self.memory.sizes)) == 1 and not self.memory.include_current
+        return tuple(self.memory.sizes) if alike else None
 
     def passes(self) -> int:
         """How many times as much a step does as plain SGD, roughly."""
