@@ -20,7 +20,7 @@ test-long: $(VENV)/installed-dev
 	$(BIN)/pytest -m long
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/run_step.py
+	$(BIN)/onepass bench
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -127,3 +127,13 @@ def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(wait: float
     assert command.end() == 130
     assert time.monotonic() - began < 10  # a fleet would take minutes
     command.wait_until(lambda: not command.processes())
+
+
+def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start("bench", "--device", "cpu", "--methods", "van", "--rounds", "1000", "--json", str(tmp_path / "table.json"))
+    command.wait_until(lambda: len(command.processes()) > 3)  # itself, Python's fork server and tracker of shared resources, and more
+    time.sleep(1)
+    assert command.end() == 130
+    assert command.printed == "interrupted; nothing is kept\n"
+    assert not (tmp_path / "table.json").exists()
+    command.wait_until(lambda: not command.processes())

@@ -222,6 +222,39 @@ def companions(folder: Folder, json: Annotated[Path | None, typer.Option(help="F
     _wide(120).print(view(found))  # a column a task: a narrow terminal breaks lines, but no number is cut
 
 
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas, or 'all'.")] = "van,ewc,a-gem,gem",
+    runs: Annotated[str, typer.Option(help="How many runs side by side, separated by commas.")] = "1,5,40",
+    rounds: Annotated[int, typer.Option(help="How often everything is measured.")] = 5,
+    tasks: Annotated[int, typer.Option(help="Past tasks that the memory holds.")] = 8,
+    both: Annotated[bool, typer.Option("--both", help="Several runs stacked, and a run at a time: on a GPU a branch each.")] = False,
+    json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="File for the table as Markdown.")] = None,
+) -> None:
+    """Measure this machine: microseconds a run-step, a hand-written loop against ours, and the share of the floor."""
+    from onepass import files
+    from onepass.report import bench as measurements
+    from onepass.studies.database import check_target
+    from onepass.studies.study import check_device
+
+    plan = measurements.plan(check_device(device), methods, runs, rounds, tasks, both)
+    for target in filter(None, (json, markdown)):
+        check_target(target)
+    try:
+        with _sigterm_is_like_ctrl_c():
+            report = measurements.run(plan, lambda found: screen.print(found, soft_wrap=True))
+    except KeyboardInterrupt as stop:
+        screen.print("interrupted; nothing is kept")
+        raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
+    if json is not None:
+        files.write_json(json, measurements.document(report))
+    if markdown is not None:
+        files.write(markdown, measurements.markdown(report).encode())
+    _wide().print(measurements.table(report))
+
+
 @app.command(name="list")
 def list_everything() -> None:
     """List streams, methods and recipes."""
@@ -271,6 +304,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
     except InputError as error:
         _complain(str(error))
+    except typer.Abort:  # Ctrl-C while a command was still importing, say
+        sys.exit(130)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # what typer raises for unknown options and the like
         if usage is None:

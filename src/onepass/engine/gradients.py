@@ -107,7 +107,7 @@ class Gradients:
 
     def __init__(self, architecture: Architecture, mode: Mode, rows: int) -> None:
         self.architecture = architecture
-        # Stacking saves dispatches, so it wins wherever there are several runs (`python benchmarks/run_step.py` prints both), except that
+        # Stacking saves dispatches, so it wins wherever there are several runs (`onepass bench --both` prints both), except that
         # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
         self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
         self._programs: dict[Hashable, Program | None] = {}

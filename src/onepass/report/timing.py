@@ -1,0 +1,254 @@
+"""Steps of a method in the middle of a stream, timed in processes as `onepass run` has them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, islice
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.engine.cpu import keep_freed_memory
+from onepass.engine.fleet import Fleet
+from onepass.engine.gradients import Mode
+from onepass.engine.precision import products
+from onepass.engine.replays import Replays
+from onepass.learners import method
+from onepass.learners.base import Learner
+from onepass.protocol import Run, assemble
+from onepass.report import plain
+from onepass.report.floor import Rates, measured, wait
+from onepass.streams.base import TASKS, PermutedStream, Pool
+from onepass.streams.feed import Feed
+from onepass.studies.executors import default_workers
+from onepass.studies.recipe import load
+
+RECIPE = "permuted-mnist"
+INPUTS, CLASSES = 784, 10
+RATE = 1e-5  # so small that thousands of steps do not change what a step does
+FEW = 100  # batches that are enough to fill the memory of a task
+WARM = 3  # times that a loop is gone into: traced, captured, replayed
+
+Loop = Callable[[int], int]  # takes at least so many steps, and says how many
+
+
+@cache
+def _pool(images: int) -> Pool:
+    """Made-up bytes: a fifth of the pixels belongs to a class, and some of the others are noise. They can be learnt, so that tasks conflict."""
+    generator = torch.Generator().manual_seed(0)
+    count = images + 1  # the stream wants one to test with
+    classes = torch.randint(0, CLASSES, (count,), generator=generator)
+    shapes = torch.rand(CLASSES, INPUTS, generator=generator) < 0.2
+    x = torch.randint(0, 256, (count, INPUTS), dtype=torch.uint8, generator=generator)
+    return Pool(x * (shapes[classes] | (x >= 240)), classes, images, 1 / 255)
+
+
+@cache
+def _taught(tasks: int, images: int) -> Tensor:
+    """The parameters of a run that has learnt from all past tasks at once: one that knows nothing has no constraint to violate.
+
+    At the end the gradients of these tasks almost cancel each other, so that after several tasks GEM is corrected in almost every step and
+    A-GEM in every other one (in the paper's ninth task: 72 % and 31 % of the steps).
+    """
+    stream, run = PermutedStream(_pool(images), None, None), Run(0, {"learning_rate": 0.1})
+    feed, fleet, learner = assemble(stream, "ev", method("van"), [run], load(RECIPE).setup())
+    batches = chain.from_iterable(zip(*map(feed.batches, range(tasks)), strict=True))
+    for rate, steps in ((0.1, 200), (0.01, 100)):
+        fleet.learning_rate.fill_(rate)
+        for batch in islice(batches, steps):
+            fleet.learn(learner, batch)
+    return fleet.theta
+
+
+class Middle(NamedTuple):
+    """Runs of a method in the middle of a stream: task `phase` begins."""
+
+    feed: Feed
+    fleet: Fleet
+    learner: Learner
+    phase: int
+
+
+def middle(name: str, runs: int, tasks: int, images: int, *, device: str = "cpu", mode: Mode = "auto", **hyperparameters: float) -> Middle:
+    """As `onepass run permuted-mnist` assembles them, after `tasks` of `images` examples each: they have been learnt from, the memory is full, and
+    importances come from a step of the last one. A method that sees all tasks at once begins its only pass.
+
+    All runs are the same run, so that constraints are violated as often whatever the number of runs: GEM solves a program only then.
+    """
+    found, recipe = method(name), load(RECIPE)
+    stream = PermutedStream(_pool(images), images // TASKS["ev"] if found.joined else None, None)
+    values = {hyper: grid[0] for hyper, grid in found.learner.hyperparameters.items()} | {"learning_rate": RATE} | hyperparameters
+    rows, setup = [Run(0, values)] * runs, replace(recipe.setup(), gradients=mode)
+    feed, fleet, learner = assemble(stream, "ev", found, rows, setup, recipe.method_options(name), device=device)
+    taught = _taught(tasks, images)
+    fleet.theta[:, : taught.shape[1]] = taught.to(fleet.device)
+    past = range(0 if found.joined else tasks)
+    for task in past if learner.memory is not None else past[-1:]:
+        learner.begin_task(task)
+        many, _ = next(feed.stretches(task, 0, lambda _, left: min(left, FEW)))
+        if learner.memory is not None:
+            learner.memory.observe(many)
+        else:
+            some = many.piece(0, feed.batch_size)
+            fleet.learn(learner, some)
+            if learner.needs_review:
+                learner.review([some])
+        learner.end_task()
+    learner.begin_task(len(past))
+    return Middle(feed, fleet, learner, len(past))
+
+
+class Case(NamedTuple):
+    """Steps that a process can be asked for: of a method by hand (`mode` None) or as a fleet, after so many tasks of so many examples."""
+
+    method: str
+    runs: int
+    mode: Mode | None
+    tasks: int
+    images: int
+
+    def loop(self, device: str) -> Loop:
+        feed, fleet, learner, phase = middle(self.method, self.runs, self.tasks, self.images, device=device, mode=self.mode or "auto")
+        if self.mode is None:
+            return plain.loop(self.method, feed, learner, phase)
+        learn = Replays(fleet, learner)
+
+        def stretches() -> Iterator[int]:  # as `protocol.train` does it, pass after pass
+            while True:
+                for batches, steps in feed.stretches(phase, 0, lambda _, left: learn.stretch(left)):
+                    learn(batches, steps)
+                    yield steps
+
+        source = stretches()
+
+        def take(count: int) -> int:
+            done = 0
+            while done < count:
+                done += next(source)
+            return done
+
+        return take
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the matrix and the copy are that say what the machine can do; None: as large as it takes."""
+
+    side: int | None = None
+    numbers: int | None = None
+
+
+def _serve(pipe: Connection, threads: int, device: str, tuned: bool) -> None:
+    """A process that answers: `Sizes` with the rates of the machine, a case and a count with seconds and steps, None when it has forgotten all."""
+    torch.set_num_threads(threads)
+    if tuned:
+        keep_freed_memory()
+    place, loops = torch.device(device), dict[Case, Loop]()
+
+    def answer(question: Sizes | Case | None, count: int) -> Rates | tuple[float, int] | None:
+        if isinstance(question, Sizes):
+            return measured(place, question.side, question.numbers)
+        if question is None:
+            loops.clear()
+            gc.collect()
+            return None
+        if question not in loops:
+            loops[question] = question.loop(device)
+            for _ in range(WARM):
+                loops[question](1)
+        wait(place)
+        began = time.perf_counter()
+        steps = loops[question](count)
+        wait(place)
+        return time.perf_counter() - began, steps
+
+    with products(place, tf32=True), suppress(EOFError, BrokenPipeError):  # who asked is gone
+        while True:
+            question, count = pipe.recv()
+            try:
+                said: Any = answer(question, count)
+            except Exception as reason:
+                said = reason
+            pipe.send(said)
+
+
+class Workers:
+    """Processes as `onepass run` has them: `each` with one thread, one a core. A single run is tried `alone` with one thread and with all, and so
+    are the `plain` loops that are written by hand, in processes that nobody has tuned. On a GPU all of them are one process."""
+
+    def __init__(self, device: str, cores: int | None = None) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, "torch._dynamo"])  # once for all; tracing imports the latter
+        self._device = device
+        self._processes: list[Any] = []
+        self.cores = cores or default_workers("cpu")
+        resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the driving process alone
+        try:
+            self.each = [self._start(1, True) for _ in range(1 if device == "cuda" else self.cores)]
+            self.alone = self.plain = self.each
+            if device == "cpu":
+                many = [] if self.cores == 1 else [self.cores]
+                self.alone = [self.each[0], *(self._start(threads, True) for threads in many)]
+                self.plain = [self._start(threads, False) for threads in (1, *many)]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _start(self, threads: int, tuned: bool) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, threads, self._device, tuned), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        return ours
+
+    def rates(self, sizes: Sizes) -> Rates:
+        """What the whole machine can do."""
+        found: Rates = self._ask(self.alone[-1:], [sizes])[0]
+        return found
+
+    def time(self, pipes: Sequence[Connection], cases: Sequence[Case], count: int) -> float:
+        """Seconds a step of cases that run at the same time, until all are done."""
+        self._ask(pipes, cases)  # nobody shall wait for another one's preparations
+        found: list[tuple[float, int]] = self._ask(pipes, cases, count)
+        return max(seconds / steps for seconds, steps in found)
+
+    def forget(self) -> None:
+        """Free what cases hold."""
+        everybody = list(dict.fromkeys([*self.each, *self.alone, *self.plain]))
+        self._ask(everybody, [None] * len(everybody))
+
+    def _ask(self, pipes: Sequence[Connection], questions: Sequence[Sizes | Case | None], count: int = 0) -> list[Any]:
+        for pipe, question in zip(pipes, questions, strict=True):
+            pipe.send((question, count))
+        answers = [pipe.recv() for pipe in pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+
+@contextmanager
+def workers(device: str, cores: int | None = None) -> Iterator[Workers]:
+    """The processes, for as long as they are needed; None: for all cores."""
+    made = Workers(device, cores)
+    try:
+        yield made
+    finally:
+        made.close()
