@@ -48,11 +48,11 @@ def test_a_run_on_the_gpu_equals_the_run_on_the_cpu(method: str, ragged: bool) -
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_never_waits_for_the_gpu(method: str) -> None:
-    if METHODS[method].learner.asks_host:
-        pytest.skip("it solves small problems on the host")
     options = STREAMS["split-digits"].options(train_examples=100, test_examples=20)
     stream = STREAMS["split-digits"].make(options, None)
     feed, fleet, learner = assemble(stream, "cv", METHODS[method], rows(method), SETUP, device="cuda")
+    if method == "gem" and learner.form() is None:
+        pytest.skip("without Triton it solves small problems on the host")
     for phase in range(feed.phases):
         learner.begin_task(phase)
         for number, batch in enumerate(feed.batches(phase)):

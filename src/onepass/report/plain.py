@@ -24,6 +24,7 @@ from onepass.learners.base import Learner
 from onepass.streams.feed import Feed
 
 KEPT = 1000  # batches of a task that a loop goes round in
+RIDGE = 1e-3  # of GEM, as in its code and in the recipe
 
 Examples = tuple[Tensor, Tensor]  # inputs [n, D] as floats, labels [n]
 
@@ -145,13 +146,13 @@ def agem(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 
 
 def gem(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
-    """The dual `min ½ vᵀ K v + cᵀ v`, `v ≥ margin`, `K = G Gᵀ`, `c = G g`, as non-negative least squares with a root of `K`."""
+    """The dual `min ½ vᵀ K v + cᵀ v`, `v ≥ margin`, `K = G Gᵀ + ridge I`, `c = G g`, as non-negative least squares with a root of `K`."""
     vectors = torch.stack([*(run.flat(memory)[0] for memory in past), run.flat(batch)[0]])
     with products(vectors.device, tf32=False):
         gram = (vectors @ vectors.T).double().cpu().numpy()
-    K, c, margin, g = gram[:-1, :-1], gram[:-1, -1], run.columns["margin"], vectors[-1]
+    K, c, margin, g = gram[:-1, :-1] + RIDGE * np.eye(len(past)), gram[:-1, -1], run.columns["margin"], vectors[-1]
     if (c < 0).any():
-        root = np.linalg.cholesky(K + 1e-9 * np.trace(K) * np.eye(len(K)))
+        root = np.linalg.cholesky(K)
         v = nnls(root.T, -np.linalg.solve(root, c + K.sum(1) * margin))[0] + margin
         g = g + torch.as_tensor(v, dtype=g.dtype, device=g.device) @ vectors[:-1]
     run.follow(g)
