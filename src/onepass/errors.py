@@ -22,6 +22,21 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} '{name}': {hint}")
 
 
+def is_out_of_memory(reason: BaseException | None) -> bool:
+    """Whether an error, or one on the way to which it happened, says that memory is used up: a CUDA graph that was being captured then fails in
+    words of its own.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(RuntimeError("no"))
+    (True, False)
+    """
+    signs = ("not enough memory", "can't allocate memory", "ALLOC_FAILED", "out of memory")
+    while reason is not None:
+        if isinstance(reason, MemoryError) or any(sign in str(reason) for sign in signs):
+            return True
+        reason = reason.__cause__ or reason.__context__
+    return False
+
+
 def first_line(reason: BaseException) -> str:
     """What an error says, in one line.
 

@@ -231,7 +231,10 @@ def test_the_kernel_finds_what_the_host_finds(n: int, ridge: float) -> None:
     for gram, products, margin in (on_gpu, runs_last):
         found, ended_too = solve(gram, products, margin, ridge)
         assert ended.tolist() == ended_too.tolist()
-        assert torch.allclose(found.cpu(), expected, rtol=1e-6, atol=1e-7)
+        # What the multipliers do to the gradient: where constraints depend on each other, several multipliers do the same.
+        other = (found.cpu() - expected)[:, :, None]
+        effect = (other.mT @ inputs[0] @ other).flatten().clamp(min=0).sqrt()
+        assert effect.tolist() == pytest.approx([0] * 12, abs=1e-6)
 
 
 @cuda

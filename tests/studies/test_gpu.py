@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 STUDY = "run permuted-digits --device cuda --set train_examples=200 --set test_examples=100 --methods"
 
 
-def start(folder: Path, arguments: str, before: str = "") -> subprocess.Popen[str]:
+def start(folder: Path, arguments: str, before: str = "pass") -> subprocess.Popen[str]:
     code = f"import sys, torch; {before}; from onepass.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, *STUDY.split(), *arguments.split(), "--out", str(folder), "--json", str(folder) + ".json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -34,10 +34,12 @@ def accuracies(folder: Path) -> Any:
 
 def test_out_of_memory_leads_to_smaller_fleets(tmp_path: Path) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
-    some = f"torch.cuda.set_per_process_memory_fraction({1.5e9 / total})"
-    printed = finish(start(tmp_path / "tight", "van --seeds 2 --set hidden=[4096,4096]", some))
-    assert "out of memory with 8 runs side by side, going on with 4" in printed
-    finish(start(tmp_path / "roomy", "van --seeds 2 --set hidden=[4096,4096]"))
+    some = f"torch.cuda.set_per_process_memory_fraction({2e9 / total})"
+    printed = finish(start(tmp_path / "tight", "van --seeds 2 --set hidden=[2048,2048]", some))
+    assert "out of memory with 24 runs side by side, going on with 12" in printed
+    assert "not replayed" not in printed
+    assert "plain autograd" not in printed
+    finish(start(tmp_path / "roomy", "van --seeds 2 --set hidden=[2048,2048]"))
     for one, other in zip(accuracies(tmp_path / "tight")["van"], accuracies(tmp_path / "roomy")["van"], strict=True):
         assert one == pytest.approx(other, abs=0.02)
 

@@ -245,9 +245,7 @@ def test_a_fleet_that_does_not_fit_is_split_until_it_does(tmp_path: Path) -> Non
     script = lambda job: work.OutOfMemoryError("too large") if len(job.units) > 1 else None  # noqa: E731
     asked = small(seeds=1, changes=["cv_seeds=4"])
     found, observer = go(tmp_path, asked, script, workers=1)
-    assert [trouble.split(",")[0] for trouble in observer.troubles] == ["out of memory with 8 runs side by side"] + (
-        ["out of memory with 4 runs side by side"] * 2 + ["out of memory with 2 runs side by side"] * 4
-    )
+    assert [trouble.split(",")[0] for trouble in observer.troubles] == [f"out of memory with {n} runs side by side" for n in (8, 4, 2)]
     assert len(found["van"].records) == 1
     with Store.read(tmp_path) as store:
         fleets = [store.contents.entries[unit.id].fleet for unit in cross_validation(asked, "van")]

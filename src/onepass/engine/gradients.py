@@ -21,7 +21,7 @@ from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.precision import products
 from onepass.engine.program import DrawsRandomNumbersError, Program, trace
-from onepass.errors import first_line
+from onepass.errors import first_line, is_out_of_memory
 from onepass.streams.batch import Batch
 
 log = logging.getLogger(__name__)
@@ -218,6 +218,8 @@ class Gradients:
             log.warning("gradients are computed by plain autograd, run by run: %s", reason)
             return None
         except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
+            if is_out_of_memory(reason):
+                raise
             log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, first_line(reason))
             return None
         return program

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onepass.engine.branches import Branches, streams
 from onepass.engine.fleet import Fleet, Steps
-from onepass.errors import first_line
+from onepass.errors import first_line, is_out_of_memory
 from onepass.streams.batch import Batch
 
 log = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ class Replays:
             if len(self._graphs) > KEPT:
                 del self._graphs[next(iter(self._graphs))]
         except Exception as reason:  # whatever cannot be captured: a model's or a method's own errors come up again without a graph
-            if isinstance(reason, torch.OutOfMemoryError) or "out of memory" in str(reason):
-                raise
+            if is_out_of_memory(reason) and self._fleet.runs > 1:
+                raise  # for a smaller fleet; a single run goes on without a graph
             log.warning("steps are taken one by one, not replayed: %s", first_line(reason))
             self._on = False
         finally:

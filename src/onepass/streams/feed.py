@@ -115,4 +115,4 @@ class Feed:
     def _stack(self, rows: list[Tensor]) -> Tensor:
         """Rows of unequal length as one tensor; the padding repeats valid entries and is never counted."""
         longest = max(len(row) for row in rows)
-        return torch.stack([row[torch.arange(longest) % len(row)] for row in rows]).to(self.device)
+        return torch.stack([row if len(row) == longest else row[torch.arange(longest) % len(row)] for row in rows]).to(self.device)

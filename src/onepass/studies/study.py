@@ -11,7 +11,7 @@ import shutil
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -121,6 +121,7 @@ class _Study:
         self._waiting: list[Job] = []
         self._running: dict[Future[Trained], Job] = {}
         self._failures: Counter[str] = Counter()
+        self._most: dict[str, int] = {}  # runs of a method side by side, once more of them did not fit into memory
         self._chosen: set[str] = set()  # methods whose choice was announced
         pairs = [(name, part) for name in recipe.methods for part in PARTS]
         self._steps = {(name, part): self._steps_of(name, part) for name, part in pairs}
@@ -211,9 +212,14 @@ class _Study:
             self._submit(name, part, units)
         return any(fleets)
 
-    def _submit(self, name: str, part: Part, units: list[Unit]) -> None:
+    def _submit(self, name: str, part: Part, units: Sequence[Unit]) -> None:
+        """A fleet, or several if one of this size did not fit into memory."""
+        fleets = packing.deal(units, -(-len(units) // self._most.get(name, len(units))))
+        if len(fleets) > 1:
+            self.store.plan(fleets)
         folder = str(self.store.folder.absolute()) if self.means.keep else None
-        self._waiting.append(Job(self.recipe, name, part, tuple(units), self.means.data, self.means.device, folder, self.means.checkpoint_every))
+        for some in fleets:
+            self._waiting.append(Job(self.recipe, name, part, tuple(some), self.means.data, self.means.device, folder, self.means.checkpoint_every))
 
     # ---- what came out
 
@@ -245,12 +251,13 @@ class _Study:
             checkpoints.discard()
 
     def _split(self, job: Job) -> None:
-        halves = packing.deal(job.units, 2)
-        self.observer.trouble(job, f"out of memory with {len(job.units)} runs side by side, going on with {len(halves[0])}")
-        self.store.plan(halves)
-        self._discard_checkpoints(job)
-        for units in halves:
-            self._submit(job.method, job.part, units)
+        most = self._most[job.method] = min(-(-len(job.units) // 2), self._most.get(job.method, len(job.units)))
+        self.observer.trouble(job, f"out of memory with {len(job.units)} runs side by side, going on with {most}")
+        too_large = [job, *(other for other in self._waiting if other.method == job.method and len(other.units) > most)]
+        self._waiting = [other for other in self._waiting if other not in too_large]
+        for one in too_large:
+            self._discard_checkpoints(one)
+            self._submit(one.method, one.part, one.units)
 
     def _retry(self, job: Job, error: Exception) -> None:
         self._failures[job.name] += 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onepass.errors import first_line
+from onepass.errors import first_line, is_out_of_memory
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.protocol import Run, train
@@ -79,7 +79,7 @@ def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[
                 keeper=job.checkpoints(),
             )
         except (MemoryError, RuntimeError) as reason:
-            if not _is_out_of_memory(reason):
+            if not is_out_of_memory(reason):
                 raise
             too_much = first_line(reason)
         finally:
@@ -102,12 +102,6 @@ def open_stream(recipe: Recipe, data: str | None) -> Stream:
 @lru_cache(maxsize=1)
 def _cached_stream(name: str, options: Any, data: str | None) -> Stream:
     return stream(name).make(options, data)
-
-
-def _is_out_of_memory(reason: Exception) -> bool:
-    return isinstance(reason, MemoryError | torch.OutOfMemoryError) or any(
-        sign in str(reason) for sign in ("not enough memory", "can't allocate memory", "ALLOC_FAILED", "out of memory")
-    )
 
 
 @contextmanager
