@@ -146,10 +146,11 @@ class Ahead:
     """
 
     STEPS = 32
+    TIMES = 8  # as many as somebody asks for at once
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._made: tuple[int, list[int], int, Tensor] | None = None  # from which tick on, of what, how many a draw, and the choices [R, STEPS, n]
+        self._made: tuple[int, list[int], int, Tensor] | None = None  # from which tick on, of what, how many a draw, and the choices [R, steps, n]
 
     def forget(self) -> None:
         """The next draws are at other steps than those that follow the last one."""
@@ -157,10 +158,17 @@ class Ahead:
 
     def sample(self, step: Tensor, tick: int, population: list[int], count: int) -> Tensor:
         """`Source.sample(step, population, count)` for a caller whose steps `[R]` all go up by one whenever `tick` does."""
+        return self._several(step, tick, population, count, 1, self.STEPS)[:, 0]
+
+    def samples(self, step: Tensor, tick: int, population: list[int], count: int, steps: int) -> Tensor:
+        """The same for several steps, `[R, steps, count]`."""
+        return self._several(step, tick, population, count, steps, self.TIMES * steps)
+
+    def _several(self, step: Tensor, tick: int, population: list[int], count: int, steps: int, new: int) -> Tensor:
         made = self._made
-        if made is None or not made[0] <= tick < made[0] + self.STEPS or made[1] != population or made[2] != count:
-            self._made = made = tick, population, count, self._source.ahead(step, self.STEPS, population, count)
-        return made[3][:, tick - made[0]]
+        if made is None or not made[0] <= tick <= made[0] + made[3].shape[1] - steps or made[1] != population or made[2] != count:
+            self._made = made = tick, population, count, self._source.ahead(step, new, population, count)
+        return made[3][:, tick - made[0] : tick - made[0] + steps]
 
 
 def _only(step: Tensor | int, rows: Tensor) -> Tensor | int:

@@ -226,7 +226,7 @@ class EpisodicMemory:
 
     def _choose_ahead(self, count: int, steps: int) -> Tensor:
         """The choices of the next steps, `[R, steps, count]`."""
-        return self._reference.ahead(self.fleet.step, steps, self.sizes, count)
+        return self._ahead.samples(self.fleet.step, self.fleet.ticks, self.sizes, count, steps)
 
     # ---- steps that are captured and replayed
 

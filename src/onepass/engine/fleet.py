@@ -85,7 +85,7 @@ class Fleet:
         self.learning_rate = torch.tensor(list(learning_rate), device=self.device)[:, None]
         self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)  # active steps of each run so far
         self.tick: int | None = None  # inside a step: how many there were before it, as the host counts them
-        self._ticks = 0
+        self.ticks = 0  # steps so far
         self._partial = False  # some runs sat the last step out
         self._alive = torch.ones(self.runs, dtype=torch.bool, device=self.device)  # not diverged
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
@@ -209,7 +209,7 @@ class Fleet:
         if present is not None or self._partial:
             self._gate(present)
         self._partial = present is not None
-        self.tick, self._ticks = self._ticks, self._ticks + 1
+        self.tick, self.ticks = self.ticks, self.ticks + 1
         with self.gradients.step():
             direction = learner.direction(batch)
             before = self.theta.clone() if learner.wants_delta else None
@@ -231,7 +231,7 @@ class Fleet:
 
     def learnt(self, steps: int) -> None:
         """So many steps were taken without the host."""
-        self._ticks += steps
+        self.ticks += steps
 
     def _gate(self, present: Tensor | None) -> None:
         self._active.copy_(self._alive)

@@ -25,7 +25,7 @@ from onepass.streams.batch import Batch
 log = logging.getLogger(__name__)
 
 STRETCH = 20  # gradients: from here on, the start of a graph is a small part of it
-KEPT = 4  # graphs: a method has one for the first task and one for the others, and each a shorter one for the end of a task
+KEPT = 4  # graphs: a method has one for the first task and one for the others, and each a shorter one beside it
 
 
 class Lookups(Protocol):
@@ -86,8 +86,11 @@ class Replays:
         if not self._on or self._learner.form() is None:
             return 1
         period = self._learner.period if self._learns else 1
-        steps = min(at_most, max(STRETCH // self._learner.passes(), period))
+        most = max(STRETCH // self._learner.passes(), period)
+        steps = min(at_most, most)
         whole = steps - steps % period
+        if whole < most and period == 1:  # a single step is captured anyway, and a graph more takes longer than some replays of that
+            return 1
         return whole if whole and all(getattr(self._learner, name) % period == 0 for name in self._learner.counts) else 1
 
     def __call__(self, batches: Batch, steps: int) -> None:

@@ -14,7 +14,7 @@ from onepass.streams.base import Part, Stream, Task
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
-CHUNK = 100  # steps gathered at once: a gather a step would cost more than a small step itself
+CHUNK = 120  # steps gathered at once: a gather a step would cost more than a small step itself
 
 
 class Feed:
