@@ -91,9 +91,10 @@ def plot(path: Path, tasks: list[int], found: dict[str, list[float]], title: str
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for method, values in found.items():
         axes.plot(tasks, values, marker="o", label=method)
-        axes.annotate(f"{values[-1]:.0f}", (tasks[-1], values[-1]), textcoords="offset points", xytext=(6, -3), fontsize=8)
+        axes.annotate(f"{values[-1]:.0f}", (tasks[-1], values[-1]), textcoords="offset points", xytext=(-6, 6), ha="right", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="tasks", ylabel="microseconds a step of all runs", title=title)
     axes.set_xticks(tasks, [str(n) for n in tasks])
+    axes.margins(y=0.12)
     axes.minorticks_off()
     axes.legend()
     axes.grid(alpha=0.3)

@@ -22,7 +22,7 @@ from onepass.learners import Method
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory, Policy
 from onepass.metrics import Record
-from onepass.models.mlp import mlp
+from onepass.models.mlp import Initialisation, mlp
 from onepass.recording import BETA, Recorder
 from onepass.streams.base import Part, Stream
 from onepass.streams.feed import Feed
@@ -33,6 +33,7 @@ class Setup:
     """What all runs of a study share."""
 
     hidden: tuple[int, ...] = (256, 256)
+    initialisation: Initialisation = "normal"
     batch_size: int = 10
     memory_per_task: int = 250
     memory: Policy = "class-reservoir"
@@ -191,7 +192,7 @@ def assemble(
     feed = Feed(stream, part, seeds, setup.batch_size, device=device, joined=method.joined, union_softmax=setup.union_softmax)
     inputs, outputs = stream.pool.x.shape[1], feed.slots.count
     fleet = Fleet(
-        lambda: mlp(inputs, setup.hidden, outputs),
+        lambda: mlp(inputs, setup.hidden, outputs, setup.initialisation),
         seeds,
         feed.slots,
         [run.hyperparameters["learning_rate"] for run in runs],

@@ -14,6 +14,7 @@ from onepass.engine.gradients import Mode
 from onepass.errors import InputError, unknown
 from onepass.learners import METHODS, method
 from onepass.memory import Policy
+from onepass.models.mlp import Initialisation
 from onepass.protocol import Setup
 from onepass.streams import STREAMS, stream
 
@@ -91,6 +92,7 @@ class Recipe(BaseModel):
     seeds: Count = 5
     cv_seeds: Count = 1
     hidden: list[Count] = [256, 256]
+    initialisation: Initialisation = "normal"
     batch_size: Count = 10
     memory_per_task: Count = 250
     memory: Policy = "class-reservoir"

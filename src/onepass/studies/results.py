@@ -51,8 +51,8 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
     if not found.joined:
         del shared["union_softmax"]
     shared |= {"stream": recipe.stream, "stream_options": asdict(recipe.make_stream_options()), "part": part}
-    for settings, name_of, usual in ((shared, "tf32", True), (shared["stream_options"], "leaking", False)):
-        if settings.get(name_of) is usual:  # units of studies that are older than the choice do not have it
+    for settings, name_of, usual in ((shared, "tf32", True), (shared, "initialisation", "normal"), (shared["stream_options"], "leaking", False)):
+        if settings.get(name_of) == usual:  # units of studies that are older than the choice do not have it
             del settings[name_of]
     shared |= {"method": name, "options": asdict(recipe.method_options(name))}
     shared = json.loads(canonical(shared))  # as it will come out of a store
