@@ -108,7 +108,7 @@ def test_a_gradient_that_violates_nothing_stays_bit_identical() -> None:
 
 @pytest.mark.parametrize(("constraints", "expected"), [(3, [0.0, 2.5, 1.5]), (2, [0.0, 2.5, 1.0])])
 def test_a_margin_pushes_satisfied_constraints_too(constraints: int, expected: list[float]) -> None:
-    assert closest(torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3)[:constraints], margin=0.5).tolist() == expected
+    assert closest(torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3)[:constraints], margin=0.5).tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("margin", "ridge"), [(0.0, 0.0), (0.5, 0.0), (0.0, 1e-3), (0.5, 1e-3), (2.0, 0.1)])

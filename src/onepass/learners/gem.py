@@ -22,14 +22,15 @@ from onepass.streams.batch import Batch
 
 Matrix = NDArray[np.float64]
 ROUNDING = 1e-9  # relative; beyond it a solution in float64 is not one
+SINGULAR = 1e-6  # an eigenvalue of products of unit vectors, whose root the rounding of float64 changes by a billionth of itself at most
 
 
 def closest(g: Tensor, constraints: Tensor, margin: float = 0.0, ridge: float = 0.0, again: int = 3) -> Tensor:
     """The closest vector to `g [P]` with `G g̃ ≥ 0`, `G [n, P]`: `g̃ = Gᵀ v + g`, `v = argmin ½ vᵀ G Gᵀ v + gᵀ Gᵀ v` subject to `v ≥ 0`.
 
-    That is the least-squares problem `min ‖Gᵀ v + g‖`, and lengths and products of its columns are those of the triangle `R` of a QR of
-    `[Gᵀ g]`, so a small problem is left. `G Gᵀ` itself is never formed: it is singular when two tasks have the same gradient. Rows of `G` are
-    scaled to length 1, which changes no constraint. `margin` asks for `v ≥ margin` and `ridge` adds `ridge · I` to `G Gᵀ`, in the units of GEM's
+    That is the least-squares problem `min ‖Gᵀ v + g‖`. Only lengths and products of its columns matter, so it is solved for a square root `S` of
+    their products, `Sᵀ S = [Gᵀ g]ᵀ [Gᵀ g]`, which is small. Where these are almost singular (two tasks have the same gradient), `S` is the triangle
+    of a QR of `[Gᵀ g]`, for which they are not formed. Rows of `G` are scaled to length 1, which changes no constraint. `margin` asks for `v ≥ margin` and `ridge` adds `ridge · I` to `G Gᵀ`, in the units of GEM's
     code; then constraints need not hold exactly. Almost opposite constraints make multipliers so large that their rounding shows: then the
     result is brought closer `again`.
 
@@ -39,16 +40,20 @@ def closest(g: Tensor, constraints: Tensor, margin: float = 0.0, ridge: float = 
     [0.0, 2.5, 1.5]
     """
     columns = torch.cat([constraints, g[None]]).double()
-    triangle: Matrix = torch.linalg.qr(columns.T, mode="r").R.cpu().numpy()
-    lengths = np.linalg.norm(triangle, axis=0)
+    products: Matrix = (columns @ columns.T).cpu().numpy()
+    lengths = np.sqrt(products.diagonal())
     lengths[lengths == 0] = 1
-    triangle /= lengths
+    values, vectors = np.linalg.eigh(products / np.outer(lengths, lengths))
+    if values[0] > SINGULAR:
+        root: Matrix = np.sqrt(values)[:, None] * vectors.T
+    else:
+        root = torch.linalg.qr(columns.T, mode="r").R.cpu().numpy() / lengths
     scale, length = lengths[:-1], lengths[-1]
     # From here on in units of ‖g‖ and of the rows' lengths: u_k = v_k ‖g_k‖ / ‖g‖.
     least = margin * scale / length
     damping = np.diag(np.sqrt(ridge) / scale) if ridge else np.zeros((0, len(scale)))
-    matrix = np.vstack([triangle[:, :-1], damping])
-    target = np.concatenate([-triangle[:, -1], np.zeros(len(damping))]) - matrix @ least
+    matrix = np.vstack([root[:, :-1], damping])
+    target = np.concatenate([-root[:, -1], np.zeros(len(damping))]) - matrix @ least
     multipliers = (nonnegative(matrix, target) + least) * length / scale
     found = columns[-1] + torch.from_numpy(multipliers).to(columns.device) @ columns[:-1]
     left = (columns[:-1] @ found).cpu().numpy() / scale
