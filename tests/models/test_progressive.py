@@ -242,3 +242,22 @@ def test_stages_compute_what_the_module_does_or_it_is_refused(module: nn.Sequent
         h = stage.then(stage.body(h))
     assert made
     assert torch.equal(h, module(x))
+
+
+@both
+@with_and_without_inputs
+def test_lateral_connections_may_have_biases_of_their_own(build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool) -> None:
+    biased, plain = Progressive(build, 3, inputs, lateral_biases=True), Progressive(build, 3, inputs)
+    assert all(value.eq(0.1).all() for value in biased.columns[2].biases.values())  # type: ignore[union-attr, operator]
+    with torch.no_grad():
+        for name, value in [*filled(plain).named_parameters(), *plain.named_buffers()]:
+            dict([*biased.named_parameters(), *biased.named_buffers()])[name].copy_(value)
+        for name, value in biased.named_parameters():
+            if ".biases." in name:
+                value.copy_(torch.tensor([0.3, -0.3, 0.0][: len(value)])[:, None].expand_as(value) if len(value) > 1 else 0 * value)
+    x = torch.randn(4, *shape)
+    biased.eval(), plain.eval()
+    assert torch.allclose(biased(x), plain(x), atol=1e-5)  # they add up to nothing
+    with torch.no_grad():
+        biased.columns[2].biases[max(biased.columns[2].biases)][1, 0] += 1  # type: ignore[union-attr, index, operator]
+    assert torch.allclose(biased(x)[:, 0], plain(x)[:, 0] + 1, atol=1e-5)  # of the last stage, which is the answer

@@ -30,9 +30,9 @@ def closest(g: Tensor, constraints: Tensor, margin: float = 0.0, ridge: float = 
 
     That is the least-squares problem `min ‖Gᵀ v + g‖`. Only lengths and products of its columns matter, so it is solved for a square root `S` of
     their products, `Sᵀ S = [Gᵀ g]ᵀ [Gᵀ g]`, which is small. Where these are almost singular (two tasks have the same gradient), `S` is the triangle
-    of a QR of `[Gᵀ g]`, for which they are not formed. Rows of `G` are scaled to length 1, which changes no constraint. `margin` asks for `v ≥ margin` and `ridge` adds `ridge · I` to `G Gᵀ`, in the units of GEM's
-    code; then constraints need not hold exactly. Almost opposite constraints make multipliers so large that their rounding shows: then the
-    result is brought closer `again`.
+    of a QR of `[Gᵀ g]`, for which they are not formed. Rows of `G` are scaled to length 1, which changes no constraint. `margin` asks for
+    `v ≥ margin` and `ridge` adds `ridge · I` to `G Gᵀ`, in the units of GEM's code; then constraints need not hold exactly. Almost opposite
+    constraints make multipliers so large that their rounding shows: then the result is brought closer `again`.
 
     >>> closest(torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3)).tolist()
     [0.0, 2.0, 1.0]

@@ -20,9 +20,10 @@ from onepass.streams.batch import Batch
 @dataclass(frozen=True)
 class Options:
     """`input_laterals` connects the raw inputs laterally too, as the A-GEM authors' code does in the first layer of an MLP: the same input
-    reaches a new column once more for each column before it."""
+    reaches a new column once more for each column before it. `lateral_biases` gives every lateral connection a bias of its own."""
 
     input_laterals: bool = False
+    lateral_biases: bool = False
 
 
 class ProgNN(Learner):
@@ -41,7 +42,7 @@ class ProgNN(Learner):
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
         super().__init__(fleet, columns, options, memory)
         stages(fleet.architecture.module)  # before anything is learnt: can it be taken apart?
-        self.input_laterals = options.input_laterals
+        self.laterals = options.input_laterals, options.lateral_biases
         self.grown = 0  # columns
 
     def begin_task(self, task: int) -> None:
@@ -49,7 +50,7 @@ class ProgNN(Learner):
 
     def _grow(self, columns: int) -> None:
         self.grown = columns
-        self.fleet.rebuild(lambda: Progressive(self.fleet.build, columns, self.input_laterals))
+        self.fleet.rebuild(lambda: Progressive(self.fleet.build, columns, *self.laterals))
 
     def passes(self) -> int:
         return self.grown
@@ -81,7 +82,7 @@ class ProgNN(Learner):
 
     def peak_bytes(self, tasks: int) -> int:
         with torch.device("meta"):
-            network = Progressive(self.fleet.build, tasks, self.input_laterals)
+            network = Progressive(self.fleet.build, tasks, *self.laterals)
         parameters, buffers = (sum(t.nbytes for t in tensors) for tensors in (network.parameters(), network.buffers()))
         copies = 2 + 2  # before and after a column is added, a gradient, and a temporary one
         return copies * parameters + buffers

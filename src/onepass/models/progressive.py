@@ -13,19 +13,20 @@ from onepass.models.stages import Stage, stages
 class Progressive(nn.Module):
     """A column a task: `h_s^k = then(body_s^k(h_{s−1}^k) + Σ_{j<k} lateral_s^{kj} h_{s−1}^j)`. All columns but the last are frozen.
 
-    `build` makes the network of one column. `input_laterals` connects raw inputs laterally too. Frozen columns are built without values: they
+    `build` makes the network of one column. `input_laterals` connects raw inputs laterally too, `lateral_biases` gives every lateral connection a
+    bias of its own, 0.1 at first. Frozen columns are built without values: they
     get theirs from the network that had one column less.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], columns: int, input_laterals: bool = False) -> None:
+    def __init__(self, build: Callable[[], nn.Module], columns: int, input_laterals: bool = False, lateral_biases: bool = False) -> None:
         super().__init__()
         self.shown = columns - 1  # the column that answers
         made = []
         for k in range(columns - 1):
             with torch.device("meta"):
-                frozen = _Column(stages(build()), k, input_laterals)
+                frozen = _Column(stages(build()), k, input_laterals, lateral_biases)
             made.append(frozen.to_empty(device=torch.get_default_device()).requires_grad_(False).eval())
-        self.columns = nn.ModuleList([*made, _Column(stages(build()), columns - 1, input_laterals)])
+        self.columns = nn.ModuleList([*made, _Column(stages(build()), columns - 1, input_laterals, lateral_biases)])
 
     def train(self, mode: bool = True) -> Progressive:
         """Frozen columns stay as in evaluation, batch-norm and all."""
@@ -45,13 +46,21 @@ class Progressive(nn.Module):
 
 
 class _Column(nn.Module):
-    def __init__(self, made: list[Stage], number: int, input_laterals: bool) -> None:
+    def __init__(self, made: list[Stage], number: int, input_laterals: bool, lateral_biases: bool) -> None:
         super().__init__()
         self.bodies = nn.ModuleList(stage.body for stage in made)
         self.then = [stage.then for stage in made]
         connected = range(0 if input_laterals else 1, len(made)) if number else ()
         self.laterals = nn.ModuleDict({str(s): made[s].lateral(number) for s in connected})
+        self.biases = nn.ParameterDict()
+        for s, lateral in self.laterals.items() if lateral_biases else ():
+            outputs = next(lateral.parameters()).shape[0]
+            self.biases[s] = nn.Parameter(torch.full((number, outputs), 0.1))
 
     def at(self, s: int, own: Tensor, left: Tensor) -> Tensor:
         out: Tensor = self.bodies[s](own)
-        return out + self.laterals[str(s)](left) if str(s) in self.laterals else out
+        if str(s) in self.laterals:
+            out = out + self.laterals[str(s)](left)
+        if str(s) in self.biases:
+            out = out + self.biases[str(s)].sum(0).view(-1, *[1] * (out.dim() - 2))
+        return out

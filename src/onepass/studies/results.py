@@ -50,11 +50,12 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
         shared = {key: value for key, value in shared.items() if not key.startswith("memory")}
     if not found.joined:
         del shared["union_softmax"]
-    shared |= {"stream": recipe.stream, "stream_options": asdict(recipe.make_stream_options()), "part": part}
-    for settings, name_of, usual in ((shared, "tf32", True), (shared, "initialisation", "normal"), (shared["stream_options"], "leaking", False)):
-        if settings.get(name_of) == usual:  # units of studies that are older than the choice do not have it
-            del settings[name_of]
-    shared |= {"method": name, "options": asdict(recipe.method_options(name))}
+    stream_options, options = asdict(recipe.make_stream_options()), asdict(recipe.method_options(name))
+    newer = ((shared, "tf32", True), (shared, "initialisation", "normal"), (stream_options, "leaking", False), (options, "lateral_biases", False))
+    for settings, key, usual in newer:
+        if settings.get(key) == usual:  # units of studies that are older than the choice do not have it
+            del settings[key]
+    shared |= {"stream": recipe.stream, "stream_options": stream_options, "part": part, "method": name, "options": options}
     shared = json.loads(canonical(shared))  # as it will come out of a store
     return [Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed}) for run in runs]
 
