@@ -1,0 +1,75 @@
+"""The record of the paper's Permuted MNIST in the repository, and what the docs say about it."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onepass.learners import METHODS
+from onepass.protocol import Run, assemble
+from onepass.recording import BETA, accuracy
+from onepass.report.table import summaries
+from onepass.report.verify import verdicts
+from onepass.studies.fetch import locate
+from onepass.studies.recipe import load
+from onepass.studies.results import evaluation, results
+from onepass.studies.store import Store
+from onepass.studies.work import open_stream
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "results" / "permuted-mnist"
+
+
+def test_the_verdict_on_the_record_is_the_one_in_the_docs() -> None:
+    found = verdicts(RECORD)
+    assert not found.changes
+    assert {(v.method, v.metric) for v in found.verdicts if v.judgement == "differs"} == {
+        ("van", "A_T"),
+        ("prog-nn", "LCA_10_trapezoid"),
+        ("gem", "A_T"),
+        ("gem", "LCA_10_trapezoid"),
+        ("a-gem", "LCA_10_trapezoid"),
+    }
+    assert not [v for v in found.verdicts if v.judgement == "unfinished"]
+
+
+def test_the_table_in_the_docs_is_that_of_the_record() -> None:
+    recipe = load("permuted-mnist")
+    with Store.read(RECORD) as store:
+        found = {name: summaries(result) for name, result in results(recipe, store).items()}
+    lines = [line for line in (ROOT / "docs" / "reproduction.md").read_text().splitlines() if re.match(r"\| \S+ \| lr ", line)]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [name for name, *_ in rows] == recipe.methods
+    for name, *cells in rows:
+        values = [value for value in found[name]["A_T"].values if value is not None]
+        assert cells[2] == (f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}" if values else "diverged")
+        for cell, metric, digits in ((cells[4], "F_T", 2), (cells[6], "LCA_10_trapezoid", 3)):
+            some = [value for value in found[name][metric].values if value is not None]
+            assert cell == (f"{np.mean(some):.{digits}f}" if some and values else "")
+
+
+@pytest.mark.parametrize("method", ["van", "rwalk", "a-gem"])
+def test_this_machine_begins_as_the_record_does(method: str) -> None:
+    if "ONEPASS_DATA" not in os.environ:
+        pytest.skip("ONEPASS_DATA does not say where MNIST is")
+    recipe = load("permuted-mnist")
+    stream = open_stream(recipe, locate("mnist", None))
+    chosen = recipe.paper.selected[method]
+    with Store.read(RECORD) as store:
+        curves = np.stack([store.record(unit.id).curve[0] for unit in evaluation(recipe, method, chosen)], 1)
+    feed, fleet, learner = assemble(
+        stream, "ev", METHODS[method], [Run(seed, chosen) for seed in range(5)], recipe.setup(), recipe.method_options(method)
+    )
+    test = feed.test(0)
+    learner.begin_task(0)
+    found = [accuracy(fleet, learner, test)]
+    for batch in islice(feed.batches(0), BETA):
+        fleet.learn(learner, batch)
+        found.append(accuracy(fleet, learner, test))
+    assert np.abs(torch.stack(found).numpy() - curves).max() < 0.01  # TF32 there, float32 here
