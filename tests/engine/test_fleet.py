@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
-from onepass.engine.program import _add_in_products
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
@@ -391,15 +389,3 @@ def test_building_a_fleet_leaves_torchs_generator_alone() -> None:
 def test_impossible_fleets_are_refused_with_a_sentence(seeds: list[int], rates: list[float]) -> None:
     with pytest.raises(InputError, match="fleet"):
         Fleet(small_net, seeds, Slots.separate(4, 2), rates)
-
-
-def test_a_bias_that_a_product_is_added_to_stays_as_it_was() -> None:
-    bias, x, y = torch.randn(3, 5), torch.randn(3, 4, 6), torch.randn(3, 6, 5)
-    module = make_fx(lambda b, x, y: b[:, None] + torch.bmm(x, y))(bias, x, y)
-    before = bias.clone()
-    _add_in_products(module.graph)
-    module.recompile()
-    assert not any(node.target == torch.ops.aten.add.Tensor for node in module.graph.nodes)
-    for _ in range(2):
-        assert torch.allclose(module(bias, x, y), before[:, None] + torch.bmm(x, y), atol=1e-6)
-    assert torch.equal(bias, before)

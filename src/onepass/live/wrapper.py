@@ -262,13 +262,8 @@ class OnePass:
             batches.append(batch)
         if not batches:
             raise InputError(f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches")
-        before = self.learner.marked()
-        try:
-            with refusing("the module or the loss refused the data given again", "the task has not ended"):
-                self.learner.review(batches)
-        except BaseException:
-            vars(self.learner).update(before)
-            raise
+        with or_as_before(self), refusing("the module or the loss refused the data given again", "the task has not ended"):
+            self.learner.review(batches)
 
     def _grow(self, outputs: int) -> None:
         """Enlarge the head."""
