@@ -95,7 +95,7 @@ MUTANTS = [
     *of(
         "learners/gem.py",
         "tests/learners/test_gem.py tests/learners/test_sgem.py",
-        ("sign of the gradient", "np.concatenate([-triangle[:, -1],", "np.concatenate([triangle[:, -1],"),
+        ("sign of the gradient", "np.concatenate([-root[:, -1],", "np.concatenate([root[:, -1],"),
         ("only the last task's constraint", "for k in past]", "for k in past[-1:]]"),
         ("only the first task's constraint", "for k in past]", "for k in past[:1]]"),
         ("solves where nothing is violated", "((along < 0) & (squares", "((along > 0) & (squares"),
@@ -210,7 +210,7 @@ MUTANTS = [
         "tests/models/test_progressive.py tests/learners/test_prognn.py",
         ("earlier columns go on learning", ".requires_grad_(False).eval()", ".eval()"),
         ("batch-norm of frozen columns moves", "            column.eval()\n", "            pass\n"),
-        ("no lateral connections", "if str(s) in self.laterals else out", "if s > 99 else out"),
+        ("no lateral connections", "if str(s) in self.laterals:", "if s > 99:"),
     ),
     *of(
         "learners/prognn.py",

@@ -92,7 +92,7 @@ def test_accuracy_on_memories_is_recorded_for_past_tasks() -> None:
 
 
 def test_a_joined_pass_has_one_row_of_accuracies_and_no_learning_curve() -> None:
-    record = train(ToyStream(), "ev", METHODS["multi-task"], [Run(0, {"learning_rate": 0.2})], SETUP)[0]
+    record = train(ToyStream(), "ev", METHODS["multi-task"], [Run(0, {"learning_rate": 0.05})], SETUP)[0]
     assert record.accuracy.shape == (1, 4)
     assert record.curve.size == 0
     assert record.violations is None

@@ -64,10 +64,11 @@ class EpisodicMemory:
         self._reference = Source(fleet.seeds, Purpose.REFERENCE)
         self._waiting: list[tuple[Batch, Tensor]] = []
         self._ahead = Ahead(self._reference)
-        self._chooser: Chooser | None = None  # of the last look-up
+        self._asked: Hashable = None  # in the last look-up
+        self._chooser: Chooser | None = None  # that it had
         self._found: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # places for what steps to come look up, and the ones in use
         self._ready: tuple[Tensor, Tensor] | None = None
-        self._turns: Iterator[tuple[Tensor, Tensor]] | None = None  # step by step, while they are captured
+        self._turn: int | None = None  # the step of a stretch that is being captured
         self.begin_task(0)
 
     def begin_task(self, task: int) -> None:
@@ -89,7 +90,7 @@ class EpisodicMemory:
 
     def observe(self, batch: Batch) -> None:
         """Offer a batch of the current task, example by example in effect; no question is asked of the device."""
-        if self._turns is not None:  # after a replay it is offered what was replayed
+        if self._turn is not None:  # after a replay it is offered what was replayed
             return
         real = self.fleet.active.expand(-1, batch.slots.shape[1])
         if batch.sizes is None:
@@ -156,9 +157,9 @@ class EpisodicMemory:
         self._counts = []
         for task in range(self.task + 1):
             counts = [int(n) for n in (owner == task).sum(1).tolist()]
-            # A run that has diverged keeps nothing, and whatever it computes is thrown away: as if it had as much as the others, so that
-            # batches stay of one size.
-            self._counts.append([max(counts) if lost[r] and not n else n for r, n in enumerate(counts)])
+            # A run that has diverged keeps nothing any more, and whatever it computes is thrown away: as if it had as much as the others, so
+            # that batches stay of one size.
+            self._counts.append([max(counts) if lost[r] else n for r, n in enumerate(counts)])
         self.sizes = [sum(row) for row in zip(*self._counts, strict=True)]
 
     def of(self, tasks: Sequence[int]) -> Batch:
@@ -175,7 +176,7 @@ class EpisodicMemory:
 
     def of_chosen(self, choose: Chooser) -> Batch:
         """`of` the tasks that `choose(1)` names, `[R, 1]`; `choose(n)` names those of the next n steps, this one included."""
-        return self._look_up(lambda: self.of(choose(1)[:, 0].tolist()), lambda steps: self._places(choose(steps)))
+        return self._look_up("task", lambda: self.of(choose(1)[:, 0].tolist()), lambda steps: self._places(choose(steps)))
 
     def _places(self, chosen: Tensor) -> Tensor:
         """Where that lies which is kept of the tasks chosen for each run and step, as much of every task: `[R, steps, n]`."""
@@ -197,10 +198,10 @@ class EpisodicMemory:
         if max(self.sizes) == 0:
             return None
         if self.with_replacement:
-            return self._look_up(lambda: self._repeating(count), lambda steps: self._repeating_ahead(count, steps))
+            return self._look_up(count, lambda: self._repeating(count), lambda steps: self._repeating_ahead(count, steps))
         if max(self.sizes) <= count:
             return Batch(self._x[:, : max(self.sizes)], self._slots[:, : max(self.sizes)], tuple(self.sizes))
-        return self._look_up(lambda: self._drawn(count), lambda steps: self._choose_ahead(count, steps))
+        return self._look_up(count, lambda: self._drawn(count), lambda steps: self._choose_ahead(count, steps))
 
     def _repeating(self, count: int) -> Batch:
         return self._take(self._repeating_ahead(count, 1)[:, 0], tuple(count if n else 0 for n in self.sizes))
@@ -242,10 +243,15 @@ class EpisodicMemory:
             return (least,)  # nothing, or all there is
         return () if least >= (1 if self.with_replacement else count) else None
 
-    def _look_up(self, now: Callable[[], Batch], ahead: Chooser) -> Batch:
-        """A batch for this step: by `now`, or as `ahead` has chosen it for steps that are captured."""
-        self._chooser = ahead
-        return now() if self._turns is None else Batch(*next(self._turns))
+    def _look_up(self, asked: Hashable, now: Callable[[], Batch], ahead: Chooser) -> Batch:
+        """A batch for this step: by `now`, or as `ahead` has chosen it for steps that are captured. `asked` tells what from what."""
+        if self._turn is None:
+            self._asked, self._chooser = asked, ahead
+            return now()
+        if self._ready is None or asked != self._asked:
+            raise RuntimeError("a step asks the episodic memory for something else than the one before")
+        x, slots = self._ready
+        return Batch(x[:, self._turn], slots[:, self._turn])
 
     def look_ahead(self, steps: int) -> None:
         """Look up what the next steps will ask for, if they ask as the last one did, and put it where a captured step finds it."""
@@ -261,12 +267,16 @@ class EpisodicMemory:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Inside, look-ups give what `look_ahead` has put there, step by step, and nothing is observed."""
-        self._turns = iter(()) if self._ready is None else zip(*(tensor.unbind(1) for tensor in self._ready), strict=True)
+        """Inside, look-ups give what `look_ahead` has put there for the step that `turn` names, and nothing is observed."""
+        self._turn = 0
         try:
             yield
         finally:
-            self._turns = None
+            self._turn = None
+
+    def turn(self, step: int) -> None:
+        """The next step of a stretch that is captured is number `step`."""
+        self._turn = step
 
     def _draw_with_current(self, count: int) -> Batch:
         # How many examples the current task has stored only the device knows, so the batch has a fixed size: while there are fewer, they

@@ -8,12 +8,13 @@ afterwards. A stretch that cannot be captured is taken step by step, for a reaso
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from onepass.streams.batch import Batch
 log = logging.getLogger(__name__)
 
 STRETCH = 20  # gradients: from here on, the start of a graph is a small part of it
+LONGEST = 200  # steps of a graph
 KEPT = 4  # graphs: a method has one for the first task and one for the others, and each a shorter one beside it
 
 
@@ -33,6 +35,7 @@ class Lookups(Protocol):
 
     def look_ahead(self, steps: int) -> None: ...
     def captured(self) -> AbstractContextManager[None]: ...
+    def turn(self, step: int) -> None: ...
     def observe(self, batch: Batch) -> None: ...
 
 
@@ -76,6 +79,9 @@ class Replays:
         self._learns, self._take = take is None, take or (lambda batch: fleet.learn(learner, batch))
         self._memory = learner.memory if self._learns else None
         self._on = capture and fleet.device.type == self.device
+        if self._on and self._learns and learner.period > LONGEST:
+            log.warning("steps are taken one by one, not replayed: only after %d of them the host does the same again", learner.period)
+            self._on = False
         self._graphs: dict[Hashable, _Stretch] = {}
         if self._on and self.device == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
@@ -108,7 +114,7 @@ class Replays:
 
     def _key(self, batches: Batch, steps: int) -> Hashable | None:
         """What a captured stretch depends on besides the values of tensors; None if it cannot be captured."""
-        if not self._on or batches.sizes is not None or not self._fleet.steady:
+        if not self._on or batches.sizes is not None or batches.extra or (self._learns and not self._fleet.steady):
             return None
         form, learner = self._learner.form(), self._learner
         unlike = steps % learner.period or any(getattr(learner, name) % learner.period for name in learner.counts)
@@ -134,7 +140,7 @@ class Replays:
             if self._memory is not None:
                 self._memory.look_ahead(steps)
             with nullcontext() if self._memory is None else self._memory.captured():
-                graph = self._record([partial(self._take, _cut(inputs, number, width)) for number in range(steps)])
+                graph = self._record([partial(self._one, _cut(inputs, number, width), number) for number in range(steps)])
             self._check(before, steps)
             self._graphs[key] = _Stretch(x, slots, graph)
             if len(self._graphs) > KEPT:
@@ -147,6 +153,11 @@ class Replays:
         finally:
             for owner, values in owners:
                 vars(owner).update(values)
+
+    def _one(self, batch: Batch, number: int) -> None:
+        if self._memory is not None:
+            self._memory.turn(number)
+        self._take(batch)
 
     def _record(self, work: Sequence[Callable[[], None]]) -> Graph:
         """A graph of some pieces of work. Nothing is done yet."""
@@ -187,14 +198,16 @@ def _cut(batches: Batch, number: int, width: int) -> Batch:
     return batches if width == batches.slots.shape[1] else batches.piece(number * width, (number + 1) * width)
 
 
-def _print(value: Any, depth: int = 1) -> Hashable:
-    """What tells two states of an object apart: the places of its tensors, its plain values, and those of what it consists of."""
+def _print(value: Any) -> Hashable:
+    """What tells two states of an object apart: the places of its tensors, its plain values, and those of all that containers hold."""
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value.stride()
     if isinstance(value, int | float | str | bytes | None):
         return value
-    if isinstance(value, list | tuple | set | frozenset):
-        return (type(value), len(value), *(_print(one, depth - 1) for one in value)) if depth else (type(value), len(value))
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tobytes()
     if isinstance(value, Mapping):
-        return (len(value), *((name, _print(one, depth - 1)) for name, one in value.items())) if depth else len(value)
+        return (len(value), *((name, _print(one)) for name, one in value.items()))
+    if isinstance(value, Collection):
+        return (type(value), len(value), *(_print(one) for one in value))
     return id(value)

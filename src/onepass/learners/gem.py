@@ -112,7 +112,8 @@ class Gem(Rehearsal):
 
     def form(self) -> Hashable | None:
         kept = self.episodic.form()
-        return None if kept is None or not self._on_device else (self.episodic.task, kept)
+        here = self._on_device and dual.available(self.episodic.task)
+        return (self.episodic.task, kept) if here and kept is not None else None
 
     def passes(self) -> int:
         return 1 + self.episodic.task

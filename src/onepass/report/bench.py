@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 
 from onepass.engine.gradients import Mode
-from onepass.errors import InputError, first_line
+from onepass.errors import InputError, first_line, is_out_of_memory
 from onepass.report.floor import Rates, Work, work
 from onepass.report.plain import PLAIN
 from onepass.report.timing import CLASSES, INPUTS, RECIPE, Case, Sizes, Workers, middle, workers
@@ -87,8 +87,8 @@ def whole_numbers(text: str) -> list[int]:
     [1, 5, 40]
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
-        raise InputError(f"--runs '{text}' is not possible: write whole numbers of at least 1 with commas between them, such as 1,5,40")
+    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 6 and int(word) > 0 for word in words):
+        raise InputError(f"--runs '{text[:40]}' is not possible: write whole numbers from 1 to 99999 with commas between them, such as 1,5,40")
     return list(dict.fromkeys(int(word) for word in words))
 
 
@@ -154,7 +154,9 @@ def _measure(processes: Workers, asked: Plan, name: str) -> list[Row]:
         for _ in range(asked.rounds):
             for one, count in zip(everything, counts, strict=True):
                 found[id(one)].append(processes.time(one.pipes, one.cases, count) / one.runs * 1e6)
-    except (torch.OutOfMemoryError, MemoryError, EOFError) as reason:
+    except (RuntimeError, MemoryError, EOFError) as reason:
+        if not isinstance(reason, EOFError) and not is_out_of_memory(reason):
+            raise
         why = "a process has died" if isinstance(reason, EOFError) else first_line(reason)
         raise InputError(f"there is no room for {name} with up to {max(asked.runs)} runs ({why}): use fewer --runs, or leave it out") from None
 

@@ -20,7 +20,7 @@ from onepass.streams import STREAMS, stream
 
 LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
 Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
-Count = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
 Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
 
 

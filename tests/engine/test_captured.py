@@ -1,0 +1,128 @@
+"""Steps that are captured and replayed on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.engine import replays
+from onepass.engine.precision import products
+from onepass.engine.replays import Replays
+from onepass.learners import METHODS, Method
+from onepass.learners.van import Van
+from onepass.metrics import Record
+from onepass.protocol import assemble, train
+from onepass.streams.base import Stream
+from onepass.streams.batch import Batch
+from onepass.studies.checkpoint import Checkpoints
+from replaying import SETUP, STREAM, Asking, Counting, Replacing, Told, digits, runs, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+
+class Watched(Replays):
+    """Counts what is replayed."""
+
+    replayed = 0
+
+    def _replay(self, *arguments: Any) -> None:
+        Watched.replayed += 1
+        super()._replay(*arguments)
+
+
+def on_gpu(method: Method, stream: Stream, monkeypatch: pytest.MonkeyPatch, *, capture: bool) -> tuple[list[Record], int]:
+    Watched.replayed = 0
+    monkeypatch.setattr("onepass.protocol.Replays", Watched)
+    if not capture:
+        monkeypatch.setattr(Watched, "_key", lambda *_: None)
+    records = train(stream, "cv", method, runs(method), SETUP, device="cuda")
+    monkeypatch.undo()
+    return records, Watched.replayed
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_steps_end_where_eager_ones_do(method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stream = digits(STREAM.get(method, "permuted-digits"))
+    with caplog.at_level(logging.WARNING):
+        captured, replayed = on_gpu(METHODS[method], stream, monkeypatch, capture=True)
+    assert not caplog.records
+    assert replayed > 10
+    eager, replayed = on_gpu(METHODS[method], stream, monkeypatch, capture=False)
+    assert replayed == 0
+    same(captured, eager)
+
+
+@pytest.mark.parametrize("method", ["mas", "ewc"])
+def test_the_second_look_is_captured_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    call = Replays.__call__
+
+    def watched(self: Replays, batches: Batch, steps: int) -> None:
+        seen.append(steps if not self._learns else 0)
+        call(self, batches, steps)
+
+    monkeypatch.setattr(Replays, "__call__", watched)
+    train(digits("permuted-digits"), "cv", METHODS[method], runs(METHODS[method]), SETUP, device="cuda")
+    assert max(seen) == replays.STRETCH
+
+
+@pytest.mark.parametrize(("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Asking, "captur")])
+def test_a_method_that_cannot_be_captured_is_taken_step_by_step(
+    kind: type[Van], word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = replace(METHODS["van"], learner=kind)
+    with caplog.at_level(logging.WARNING):
+        captured, replayed = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
+    assert replayed == 0
+    assert "one by one" in caplog.text
+    assert word in caplog.text.lower()
+    same(captured, on_gpu(method, digits("permuted-digits"), monkeypatch, capture=False)[0])
+
+
+def test_a_method_that_looks_at_the_task_is_captured_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = replace(METHODS["van"], learner=Told)
+    captured, replayed = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
+    assert replayed > 20
+    same(captured, on_gpu(method, digits("permuted-digits"), monkeypatch, capture=False)[0])
+
+
+@pytest.mark.parametrize("method", ["rwalk", "gem", "a-gem", "prog-nn", "s-gem"])
+def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(method: str, tmp_path: Path) -> None:
+    class Stops(Checkpoints):
+        def due(self, batches: int, since: int) -> bool:
+            if batches >= 60 and self.stops:
+                raise KeyboardInterrupt
+            return super().due(batches, since)
+
+        stops = True
+
+    def go(keeper: Checkpoints | None) -> list[Record]:
+        return train(digits("permuted-digits"), "cv", METHODS[method], runs(METHODS[method]), SETUP, device="cuda", keeper=keeper)
+
+    keeper = Stops(tmp_path, "fleet", every=25)
+    with pytest.raises(KeyboardInterrupt):
+        go(keeper)
+    keeper.stops = False
+    assert keeper.last() is not None
+    same(go(keeper), go(None))
+
+
+def test_exact_products_are_closer_to_a_cpus_than_tf32() -> None:
+    def ended(device: str, tf32: bool) -> Tensor:
+        feed, fleet, learner = assemble(digits("permuted-digits"), "cv", METHODS["van"], runs(METHODS["van"]), SETUP, device=device)
+        take = Replays(fleet, learner)
+        with products(fleet.device, tf32=tf32):
+            for batches, steps in feed.stretches(0, 0, lambda _, left: take.stretch(left)):
+                take(batches, steps)
+        return fleet.theta[:, : fleet.architecture.size].cpu()
+
+    truth = ended("cpu", False)
+    exact, rough = ((ended("cuda", tf32) - truth).norm() / truth.norm() for tf32 in (False, True))
+    assert exact < 1e-5
+    assert 10 * exact < rough < 1e-2
