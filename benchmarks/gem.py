@@ -48,9 +48,8 @@ def main() -> None:
     def batch(size: int) -> Batch:
         return Batch(torch.rand(RUNS, size, 784, device=device), torch.randint(0, 10, (RUNS, size), device=device))
 
-    print(
-        "| past tasks | step of 5 runs, ms | QP of one run, ms | its non-negative least squares, ms | a QR of its gradients, ms |\n|---|---|---|---|---|"
-    )
+    heads = ["past tasks", "step of 5 runs, ms", "QP of one run, ms", "its non-negative least squares, ms", "a QR of its gradients, ms"]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for task in range(TASKS):
         learner.begin_task(task)
         if task in (1, 4, 8, 16):
