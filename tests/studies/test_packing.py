@@ -18,7 +18,7 @@ from small_study import small
 from toys import ToyStream
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name == "prog-nn" else name for name in METHODS])
 def test_different_packings_agree_within_rounding_over_twenty_steps(name: str) -> None:
     hyper = dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.1}
     rows = [Run(seed, {key: value * (1 + seed) / 2 for key, value in hyper.items()}) for seed in range(4)]
