@@ -100,6 +100,7 @@ class EverySecond(Er):
 def test_a_step_that_asks_the_memory_now_and_then_gets_what_is_its_own(
     otherwise: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(replays, "STRETCH", 4)
     monkeypatch.setattr(EverySecond, "otherwise", otherwise)
     monkeypatch.setattr(EverySecond, "form", lambda self: self.episodic.form(3))
     method, eager, captured = replace(METHODS["er"], learner=EverySecond), Ends(), Ends()
@@ -110,6 +111,7 @@ def test_a_step_that_asks_the_memory_now_and_then_gets_what_is_its_own(
         train(digits("permuted-digits", 60), "cv", method, runs(method), SETUP, keeper=captured)
     same_bits(eager, captured)
     assert ("asks the episodic memory for something else" in caplog.text) == (otherwise == 2)
+    assert Simulated.replayed > (0 if otherwise == 2 else 10)
 
 
 def test_a_method_that_reads_the_task_is_captured_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
