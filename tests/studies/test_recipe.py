@@ -103,7 +103,7 @@ def test_a_shipped_recipe_uses_what_made_the_published_table(name: str) -> None:
     assert loaded.method_options("ewc") == ewc.Options(fisher="moving-average", normalise=True)
     assert loaded.method_options("mas") == mas.Options(per_batch=True, last_task_only=True)
     assert loaded.method_options("rwalk") == rwalk.Options(whole_distance=True, growing_scores=True, growing_squares=True)
-    assert loaded.method_options("prog-nn") == prognn.Options(input_laterals=True)
+    assert loaded.method_options("prog-nn") == prognn.Options(input_laterals=True, lateral_biases=True)
 
 
 @pytest.mark.parametrize(

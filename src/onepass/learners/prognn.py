@@ -20,7 +20,8 @@ from onepass.streams.batch import Batch
 @dataclass(frozen=True)
 class Options:
     """`input_laterals` connects the raw inputs laterally too, as the A-GEM authors' code does in the first layer of an MLP: the same input
-    reaches a new column once more for each column before it. `lateral_biases` gives every lateral connection a bias of its own."""
+    reaches a new column once more for each column before it. `lateral_biases` gives every lateral connection a bias of its own, as that code
+    does."""
 
     input_laterals: bool = False
     lateral_biases: bool = False
