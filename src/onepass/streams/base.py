@@ -85,12 +85,12 @@ class PermutedStream(Stream):
         super().__init__(pool)
         self.train_examples, self.test_examples, self.leaking = train_examples, test_examples, leaking
         self.classes = int(pool.classes.max()) + 1
+        self._train, self._test = torch.arange(len(pool.x)).tensor_split([pool.training])
 
     def slots(self, part: Part) -> Slots:
         return Slots.shared(TASKS[part], self.classes)
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
-        total, training = len(self.pool.x), self.pool.training
         made = []
         for k in range(TASKS[part]):
             number = k if part == "cv" and not self.leaking else TASKS["cv"] + k
@@ -99,8 +99,8 @@ class PermutedStream(Stream):
                 order[:2] = order[:2].flip(0)
             made.append(
                 Task(
-                    train=subset(torch.arange(training), self.train_examples, seed, 2 * number, "train_examples"),
-                    test=subset(torch.arange(training, total), self.test_examples, seed, 2 * number + 1, "test_examples"),
+                    train=subset(self._train, self.train_examples, seed, 2 * number, "train_examples"),
+                    test=subset(self._test, self.test_examples, seed, 2 * number + 1, "test_examples"),
                     slot_of_class=torch.arange(self.classes),
                     permutation=order,
                     descriptor=torch.tensor(k),

@@ -81,7 +81,7 @@ class Feed:
         lengths = self.lengths(phase)
         order = Source(self.seeds, Purpose.ORDER).permutation(phase, lengths)
         members = [self._members(run, phase) for run in self._runs]
-        index = self._stack([torch.cat([train for _, train in row]) for row in members]).gather(1, order)
+        index = self._stack([_joined([train for _, train in row]) for row in members]).gather(1, order)
         owner: Tensor | int = phase
         if self.joined:
             owner = self._stack([torch.cat([torch.full_like(train, k) for k, train in row]) for row in members]).gather(1, order)
@@ -114,5 +114,11 @@ class Feed:
 
     def _stack(self, rows: list[Tensor]) -> Tensor:
         """Rows of unequal length as one tensor; the padding repeats valid entries and is never counted."""
+        if all(row is rows[0] for row in rows):  # all examples in every task: no need for a copy a run
+            return rows[0].to(self.device).expand(len(rows), -1)
         longest = max(len(row) for row in rows)
         return torch.stack([row if len(row) == longest else row[torch.arange(longest) % len(row)] for row in rows]).to(self.device)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
