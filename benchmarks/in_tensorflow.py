@@ -112,6 +112,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
+    if not (arguments.data / "train-images-idx3-ubyte.gz").is_file():
+        parser.error(f"{arguments.data} has no train-images-idx3-ubyte.gz: give the folder of the four gzipped files of MNIST")
+    if not 0 <= arguments.first < arguments.runs:
+        parser.error("nothing to do: --first must be below --runs")
     learning_rate = arguments.learning_rate or {"van": 0.03, "a-gem": 0.1}[arguments.method]
     print(
         f"{arguments.method} at {learning_rate:g}, TensorFlow {tf.__version__}\n\n| run | A_T | LCA_10 (trapezoid) | violations |\n|---|---|---|---|"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from full_length import UNPUBLISHED
 
+from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.metrics import metrics
 from onepass.protocol import Run, train
@@ -26,26 +27,41 @@ from onepass.studies.work import open_stream
 SHOWN = ("A_T", "F_T", "worst_forgetting", "LCA_10", "LCA_10_trapezoid", "violations")
 
 
+def varied(text: str) -> tuple[str, list[float]]:
+    name, _, values = text.partition("=")
+    try:
+        return name, [float(value) for value in values.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,VALUE,… such as learning_rate=0.03,0.1, got {text!r}") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method")
-    parser.add_argument("varied", help="such as learning_rate=0.03,0.1")
+    parser.add_argument("varied", type=varied, help="such as learning_rate=0.03,0.1")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="as for onepass run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    recipe = load("permuted-mnist", arguments.set)
-    stream = open_stream(recipe, locate("mnist", arguments.data))
-    name, values = arguments.varied.split("=")
-    chosen = recipe.paper.selected.get(arguments.method) or UNPUBLISHED[arguments.method]
-    points = [chosen | {name: float(value)} for value in values.split(",")]
+    try:
+        recipe = load("permuted-mnist", arguments.set)
+        stream = open_stream(recipe, locate("mnist", arguments.data))
+    except InputError as reason:
+        parser.error(str(reason))
+    name, values = arguments.varied
+    known = UNPUBLISHED | recipe.paper.selected
+    if name not in known.get(arguments.method, {}) or arguments.seeds < 1:
+        named = ", ".join(f"{method} ({', '.join(chosen)})" for method, chosen in known.items())
+        parser.error(f"needs at least one seed, and one of these methods with a hyper-parameter of it: {named}")
+    points = [known[arguments.method] | {name: value} for value in values]
     runs = [Run(seed, point) for point in points for seed in range(arguments.seeds)]
     options = recipe.method_options(arguments.method)
     records = train(stream, "ev", METHODS[arguments.method], runs, recipe.setup(), options, device=arguments.device)
+    written = f"{name}={','.join(f'{value:g}' for value in values)}"
     heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
-    lines = [f"`{' '.join(['sensitivity.py', arguments.method, arguments.varied, *arguments.set])}`, {arguments.seeds} seeds", ""]
+    lines = [f"`{' '.join(['sensitivity.py', arguments.method, written, *arguments.set])}`, {arguments.seeds} seeds", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for number, point in enumerate(points):
         mine = [metrics(record) for record in records[number * arguments.seeds : (number + 1) * arguments.seeds]]
