@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import nnls
@@ -45,13 +45,18 @@ def solved(g: Array, G: Array, margin: float = 0.0, ridge: float = 0.0, noise: f
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 12), size=st.integers(2, 40))
+@example(seed=5407, n=8, size=2)  # needs two gradients that are opposite but for 0.005: an eigenvalue of 0.8 noise
+@example(seed=9498, n=20, size=3)  # and here of less than a hundredth of it
 def test_the_gradient_is_the_one_that_nonnegative_least_squares_finds(seed: int, n: int, size: int) -> None:
     g, G = problem(seed, n, size)
-    _, z = solved(g, G)
-    columns = unit(G).T
-    expected = g + columns @ nnls(columns, -g)[0]
-    assert np.linalg.norm(z - expected) <= 1e-5 * np.linalg.norm(g)
-    assert (unit(G) @ z).min() >= -1e-6 * np.linalg.norm(g)
+    columns, length = unit(G).T, np.linalg.norm(g)
+    multipliers = nnls(columns, -g)[0]
+    least = np.linalg.svd(columns[:, multipliers > 0], compute_uv=False).min(initial=1)
+    for noise, found in ((dual.NOISE, least**2 >= dual.NOISE / 2), (2.0**-40, True)):  # products are exact here, but for the rounding of float64
+        _, z = solved(g, G, noise=noise)
+        assert np.linalg.norm(z - g - columns @ multipliers) <= 1e-5 * length or not found
+        assert (unit(G) @ z).min() >= -(1e-6 if found else np.sqrt(noise)) * length
+        assert np.linalg.norm(z) <= (1 + 1e-9) * length
 
 
 @pytest.mark.parametrize(("margin", "ridge"), SETTINGS)

@@ -12,7 +12,9 @@ exchanges but may go round in circles; Murty's rule, the least index, ends for e
 `A` is often singular (two tasks with the same gradient), and known only to rounding. So `noise · I` is added to the matrix that is pivoted, and
 proximal steps take its effect away again (Rockafellar: Monotone operators and the proximal point algorithm, SIAM J. Control Optim. 1976):
 `u ← argmin ½ uᵀ A u + qᵀ u + ½ noise ‖u − u_before‖²`, `u ≥ 0`. Another step changes only `q`, so it goes on from the tableau of the last one. Two
-or three are enough where `A` is well above the noise, and where `A` is zero `u` stays small: equal gradients share their multiplier.
+or three are enough where `A` is well above the noise, and where `A` is zero `u` stays small: equal gradients share their multiplier. In between,
+along an eigenvector of `A` with the value `λ`, a step leaves `noise / (noise + λ)` of what was missing. `STEPS` are enough from `noise / 2` on; many
+more would find `u` for values of `A` that are nothing but its errors.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Array = NDArray[np.float64]
 NOISE = 2.0**-16  # above the norm of the errors of a scaled Gram matrix of 100 constraints, each an error of 1e-6, as of sums in float32
 SLACK = 2.0**-33  # relative; a value above −SLACK is not negative
 TINY = 1e-30  # the square of a gradient that is no constraint
-STEPS = 8  # proximal ones
+STEPS = 32  # proximal ones; 2e-6 is left along an eigenvalue of noise / 2
 PATIENCE, MOST = 3, 50  # exchanges a constraint: before the least index is taken, and in all
 WARPS = {16: 1, 32: 2, 64: 8, 128: 16}  # by the side of the tableau, whose float64 then fit into their registers
 
@@ -41,8 +43,9 @@ def solve(gram: Tensor, products: Tensor, margin: Tensor, ridge: float = 0.0, no
 
     Everything is scaled to a unit diagonal. A gradient of zero is no constraint: its `v` is the margin. Not solved, and the margin too, is a run
     with a number that is not finite, with too many exchanges, or with a matrix that is no Gram matrix up to `noise`, its relative error.
-    Gradients that are dependent but for less than `√noise` have constraints that are met to about `√noise ‖g‖` only. The kernel is compiled when
-    it first meets a size (up to 16, 32, 64 or 128), so use it once before a CUDA graph is captured.
+    Gradients that are dependent but for less than `√(noise / 2)`, a singular value of them at length 1, have constraints that are met to about
+    `√noise ‖g‖` only, and the result need not be the closest. The kernel is compiled when it first meets a size (up to 16, 32, 64 or 128), so use
+    it once before a CUDA graph is captured.
 
     >>> gram, products = torch.eye(3, dtype=torch.float64)[None], torch.tensor([[-1.0, 2.0, 1.0]], dtype=torch.float64)
     >>> solve(gram, products, torch.tensor([0.5]))
