@@ -105,7 +105,7 @@ def both(case: Case) -> Ends:
     """The same stream through the engine and through a module that starts at the same parameters."""
     setup = Setup(memory_per_task=7, memory=case.policy, gradients="looped")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onepass.protocol.mlp", lambda *_: case.network())
+        patch.setattr("onepass.models.Network.build", lambda *_: case.network())
         run = Run(case.seed, case.own | {"learning_rate": case.rate})
         feed, fleet, learner = assemble(case.stream, "ev", METHODS[case.method], [run], setup, case.options)
     module = case.network()

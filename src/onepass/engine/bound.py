@@ -57,7 +57,7 @@ class Bound(Fleet):
         self.keywords: tuple[str, ...] = ()
         self.number = 0  # of the step that comes next: `step`, as the host knows it
         self.replays: set[int] = set()  # sizes of batches that are worth a program, if the module is pure
-        self.loss_before = math.nan  # of the first pass of the last step
+        self.loss_before = math.nan  # of the batch of the last step
         self.measures = False  # is the cosine between gradient and reference gradient wanted?
         self.cosine = math.nan
         self._passes = 0
@@ -65,12 +65,14 @@ class Bound(Fleet):
     def _assemble(self, modules: list[nn.Module]) -> None:
         (module,) = modules
         self.architecture = Architecture(module, self._prepare, self._head)
-        self.theta = self.architecture.flatten(module)[None]
+        self.theta, self.gaps = self.architecture.flatten(module)[None], None
         self._bind()
         self._learning = self.theta[:, self.architecture.trainable]
         self._pure = False  # may this step be replayed?
-        self._first: Tensor | None = None  # the gradient of the first pass of a step
-        self._losses: list[Tensor] = []  # of its passes
+        self._batch: Batch | None = None  # of the step
+        self._own: list[Tensor] = []  # its gradient
+        self._others: list[Tensor] = []  # and those on the episodic memory
+        self._notes: list[tuple[bool, Tensor]] = []  # what must be finite: is it the batch's own?
         self._idle: set[int] = set()  # trainable parameters that had no gradient in any of them
 
     def _bind(self) -> None:
@@ -162,14 +164,16 @@ class Bound(Fleet):
             row, value = self.gradients(Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers)
         else:
             row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
+        own = batch is self._batch
         # What is not finite in a reference gradient may not show in the direction.
-        self._losses += [value] if self._passes == 1 else [value, square(row)]
+        self._notes += [(own, value)] if own or self.tick is None else [(own, value), (own, square(row))]
         if self.tick is None:
             self._refuse_what_is_not_finite(row)
-        elif self._passes == 1:
-            self._first = row
-        elif self.measures and self._first is not None:
-            self._measure(self._first[0], row[0])
+            return row, value
+        if self.measures:
+            for other in self._others if own else self._own:
+                self._measure(row[0], other[0])
+        (self._own if own else self._others).append(row)
         return row, value
 
     def _may_replay(self, batch: Batch) -> bool:
@@ -226,9 +230,10 @@ class Bound(Fleet):
     def _refuse_what_is_not_finite(self, direction: Tensor) -> None:
         """Raise unless the losses of all passes and a direction are finite. This is the one question that a step asks the device."""
         # What is not finite in a gradient is not finite in the direction. One whose square overflows counts as infinite.
-        *losses, last = torch.cat([*self._losses, square(direction)]).tolist()
-        self._losses, self._passes, self.loss_before = [], 0, losses[0]
-        for number, found in enumerate(losses):
+        notes = sorted(self._notes, key=lambda note: not note[0])  # a method may look at the batch and at some of the memory in one pass
+        *values, last = torch.cat([*(value for _, value in notes), square(direction)]).tolist()
+        self._notes, self._passes, self.loss_before = [], 0, values[0]
+        for number, found in enumerate(values):
             if not math.isfinite(found):
                 what = f"or its gradient on the episodic memory is not finite ({found})" if number else f"of this batch is {found}"
                 raise InputError(f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt")
@@ -310,7 +315,8 @@ class Bound(Fleet):
             raise
 
     def learn(self, learner: Steps, batch: Batch) -> None:
-        self.tick, self._losses, self._passes = self.number, [], 0
+        self.tick, self._batch, self._passes = self.number, batch, 0
+        self._notes, self._own, self._others = [], [], []
         self._idle = set(range(len(self._parameters) - self.architecture.frozen))
         try:
             with self._kept_if_refused(), self.gradients.step():
@@ -323,8 +329,8 @@ class Bound(Fleet):
                 if learner.wants_delta and before is not None:
                     learner.after_step(self.theta - before)
         finally:
-            self.tick = self._first = None
-            self._losses, self._passes = [], 0
+            self.tick = self._batch = None
+            self._notes, self._own, self._others, self._passes = [], [], [], 0  # not emptied: somebody may go back to these lists
         self.number += 1
         self.step += 1
 

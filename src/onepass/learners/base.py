@@ -40,7 +40,7 @@ class Learner(ABC):
     points: ClassVar[tuple[str, ...]] = ()  # attributes [R, P] that are places in the space of theta, as against sums over it
     reads_task: ClassVar[bool] = True  # may a step depend on `batch.task`? If not, steps captured in one task serve the next
     counts: tuple[str, ...] = ()  # attributes that go up by one a step, on the host
-    period: int = 1  # after so many steps the host does the same again
+    period: int = 1  # in each of so many steps, as `counts` has them, the host does the same, but for the last one
     violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
@@ -207,10 +207,12 @@ class Referring(Rehearsal):
         return self.episodic.form(self.reference_batch)
 
     def direction(self, batch: Batch) -> Tensor:
-        g, loss = self.fleet.grad(batch)
         reference = self.episodic.draw(self.reference_batch)
-        if reference is not None:
+        if reference is None:
+            g, _ = self.fleet.grad(batch)
+        else:  # the batch last, so that it is what running statistics have seen last
             g_ref, loss_ref = self.fleet.grad(reference, update_buffers=self.moves)
+            g, loss = self.fleet.grad(batch)
             g = self.correct(g, loss[:, None], g_ref, loss_ref[:, None])
         self.episodic.observe(batch)
         return g

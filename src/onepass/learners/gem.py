@@ -119,9 +119,9 @@ class Gem(Rehearsal):
         return 1 + self.episodic.task
 
     def direction(self, batch: Batch) -> Tensor:
-        g, _ = self.fleet.grad(batch)
         past = range(self.episodic.task)
         constraints = [self.fleet.grad(self.episodic.of([k] * self.fleet.runs), update_buffers=self.moves)[0] for k in past]
+        g, _ = self.fleet.grad(batch)
         if constraints:
             g = self.respect(g, constraints)
         self.episodic.observe(batch)

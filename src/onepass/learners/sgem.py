@@ -49,9 +49,9 @@ class SGem(Rehearsal):
         self.number = 0
 
     def direction(self, batch: Batch) -> Tensor:
+        g_ref = self.fleet.grad(self.episodic.of_chosen(self.choose), update_buffers=self.moves)[0] if self.episodic.task else None
         g, _ = self.fleet.grad(batch)
-        if self.episodic.task:
-            g_ref, _ = self.fleet.grad(self.episodic.of_chosen(self.choose), update_buffers=self.moves)
+        if g_ref is not None:
             g, violated = project(g, g_ref, out=g)
             self.violations += (violated & self.fleet.active)[:, 0]
         self.episodic.observe(batch)
