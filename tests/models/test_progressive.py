@@ -254,7 +254,7 @@ def test_lateral_connections_may_have_biases_of_their_own(build: Callable[[], nn
             dict([*biased.named_parameters(), *biased.named_buffers()])[name].copy_(value)
         for name, value in biased.named_parameters():
             if ".biases." in name:
-                value.copy_(torch.tensor([0.3, -0.3, 0.0][: len(value)])[:, None].expand_as(value) if len(value) > 1 else 0 * value)
+                value.copy_(torch.tensor([0.3, -0.3] if len(value) == 2 else [0.0])[:, None].expand_as(value))
     x = torch.randn(4, *shape)
     biased.eval(), plain.eval()
     assert torch.allclose(biased(x), plain(x), atol=1e-5)  # they add up to nothing

@@ -48,15 +48,17 @@ class Anchored(Learner):
         self.anchored = True
 
 
-def scaled(importance: Tensor, parameters: int | None = None) -> Tensor:
-    """Each row scaled to [0, 1] by its minimum and maximum over the whole network, its first columns; a constant row vanishes.
+def scaled(importance: Tensor, gaps: Tensor | None = None) -> Tensor:
+    """Each row scaled to [0, 1] by its minimum and maximum over the whole network; a constant row vanishes. `gaps` are columns that do not count.
 
     >>> scaled(torch.tensor([[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]])).tolist()
     [[0.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
     """
-    real = importance[..., :parameters]
-    low, high = real.amin(-1, keepdim=True), real.amax(-1, keepdim=True)
-    return torch.where(high > low, (importance - low) / (high - low), 0)
+    if gaps is None:
+        low, high = importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)
+        return torch.where(high > low, (importance - low) / (high - low), 0)
+    low, high = importance.masked_fill(gaps, torch.inf).amin(-1, keepdim=True), importance.masked_fill(gaps, -torch.inf).amax(-1, keepdim=True)
+    return torch.where((high > low) & ~gaps, (importance - low) / (high - low), 0)
 
 
 def singly(batch: Batch) -> Iterator[Batch]:

@@ -94,7 +94,7 @@ class Ewc(MovingFisher):
     def end_task(self) -> None:
         if self.moving:
             self.rest()
-        fisher = scaled(self.fisher, self.fleet.architecture.size) if self.normalise else self.fisher
+        fisher = scaled(self.fisher, self.fleet.gaps) if self.normalise else self.fisher
         if self.moving:
             self.protect(fisher)
             return

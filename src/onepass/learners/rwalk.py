@@ -85,5 +85,5 @@ class RWalk(MovingFisher):
         self.fresh.zero_()
         if self.growing_squares:
             self.squares.zero_()
-        size = self.fleet.architecture.size
-        self.protect(scaled(self.fisher, size) + scaled(self.score, size))
+        gaps = self.fleet.gaps
+        self.protect(scaled(self.fisher, gaps) + scaled(self.score, gaps))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from onepass.errors import InputError
-from onepass.models.mlp import initialise
+from onepass.models.initial import initialise
 
 
 @dataclass(frozen=True)
