@@ -95,6 +95,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("run permuted-mnist --data {tmp}/nowhere", "{tmp}/nowhere"),
         ("data get mnst", "did you mean 'mnist'?"),
         ("data get mnist --data {tmp}/nowhere", "{tmp}/nowhere"),
+        ("data get cifar10", "did you mean 'cifar100'?"),
+        ("data get cifar100 --data {tmp}/nowhere", "{tmp}/nowhere"),
+        ("data get cifar100 --data {tmp}/short", "{tmp}/short/train.bin has 2 bytes"),
     ],
 )
 def test_bad_input_is_one_sentence(command: str, mentions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +105,9 @@ def test_bad_input_is_one_sentence(command: str, mentions: str, tmp_path: Path, 
     (tmp_path / "folder").mkdir()
     (tmp_path / "harmed").mkdir()
     (tmp_path / "harmed" / "study.sqlite").write_bytes(b"SQLite format 3\0" + bytes(1000))
+    (tmp_path / "short").mkdir()
+    for name in ("train.bin", "test.bin"):
+        (tmp_path / "short" / name).write_bytes(b"no")
     line = refusal(capsys, *(word.format(tmp=tmp_path) for word in command.split()))
     assert mentions.format(tmp=tmp_path) in line
 

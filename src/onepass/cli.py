@@ -276,17 +276,14 @@ def list_everything() -> None:
 
 @data_app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(metavar="DATASET", help="mnist")],
+    name: Annotated[str, typer.Argument(metavar="DATASET", help="mnist or cifar100")],
     data: Annotated[str | None, typer.Option(help="Folder to look in first (default: ONEPASS_DATA).")] = None,
 ) -> None:
     """Find a data set, or fetch it into the cache, and check it."""
-    from onepass.streams import mnist
     from onepass.studies import fetch
 
     folder = fetch.locate(name, data)
-    found = mnist.find(Path(folder))
-    for path in (found or {}).values():
-        mnist.read_idx(path)
+    fetch.check(name, folder)
     print(folder)
 
 

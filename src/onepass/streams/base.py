@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,15 +19,32 @@ TASKS: dict[Part, int] = {"cv": 3, "ev": 17}
 
 @dataclass(frozen=True)
 class Pool:
-    """All examples of a data set: `x [N, D]` as bytes, `classes [N]`, and how many of them, from the front, are training examples."""
+    """All examples of a data set: `x [N, D]` as bytes, `classes [N]`, and how many of them, from the front, are training examples.
+
+    Images lie row by row, the channels of a pixel side by side: as convolutions on a GPU want them.
+    """
 
     x: Tensor
     classes: Tensor
     training: int
-    scale: float  # bytes times this are the inputs of the network
+    scale: float  # bytes times this, plus the offset, are the inputs of the network
+    offset: Tensor | None = None  # [D], minus the mean
+    shape: tuple[int, int, int] | None = None  # height, width and channels of an image
 
     def prepare(self, x: Tensor) -> Tensor:
+        """Inputs `[…, D]` from stored bytes."""
+        if self.offset is not None:
+            return torch.add(self.offset, x, alpha=self.scale)
         return x * self.scale if x.is_cuda else x.to(torch.float32, copy=True).mul_(self.scale)
+
+    def prepare_images(self, x: Tensor) -> Tensor:
+        """Inputs `[…, channels, height, width]` from stored bytes, channels last in memory."""
+        assert self.shape is not None
+        return self.prepare(x).view(*x.shape[:-1], *self.shape).movedim(-1, -3)
+
+    def on(self, device: torch.device | str) -> Pool:
+        """The same examples, ready for a device."""
+        return self if self.offset is None else replace(self, offset=self.offset.to(device))
 
 
 @dataclass(frozen=True)
@@ -138,17 +155,24 @@ class SplitStream(Stream):
     def slots(self, part: Part) -> Slots:
         return Slots.separate(TASKS[part], self.classes_per_task)
 
+    def classes_of(self, part: Part) -> tuple[int, int]:
+        """The first class of a part, and the one behind its last."""
+        reserved = TASKS["cv"] * self.classes_per_task
+        return (0, reserved) if part == "cv" else (reserved, reserved + TASKS["ev"] * self.classes_per_task)
+
+    def order(self, part: Part, seed: int) -> Tensor:
+        """The classes of a part as the tasks of a run take them."""
+        first, end = self.classes_of(part)
+        return first + Source([seed], Purpose.CLASSES).permutation(int(part == "ev"), [end - first])[0]
+
     def tasks(self, part: Part, seed: int) -> list[Task]:
-        width, reserved = self.classes_per_task, TASKS["cv"] * self.classes_per_task
-        first, number = (0, 0) if part == "cv" else (reserved, 1)
-        order = first + Source([seed], Purpose.CLASSES).permutation(number, [TASKS[part] * width])[0]
-        made = []
-        for k, chosen in enumerate(order.view(-1, width)):
+        width, made = self.classes_per_task, []
+        for k, chosen in enumerate(self.order(part, seed).view(-1, width)):
             slot_of_class = torch.full((self.classes,), -1)
             slot_of_class[chosen] = torch.arange(k * width, (k + 1) * width)
             members = torch.isin(self.pool.classes, chosen).nonzero()[:, 0]
             train, test = members[members < self.pool.training], members[members >= self.pool.training]
-            step = 4 * k + 2 * number
+            step = 4 * k + 2 * (part == "ev")
             made.append(
                 Task(
                     train=subset(train, self.train_examples, seed, step, "train_examples"),

@@ -66,5 +66,5 @@ class SplitDigits(SplitStream):
             turned = torch.cat([images[part].rot90(turns, dims=(1, 2)) for turns in range(4)])
             parts.append((turned, torch.cat([digits[part] + 10 * turns for turns in range(4)])))
         x = torch.cat([turned for turned, _ in parts]).flatten(1)
-        pool = Pool(x, torch.cat([classes for _, classes in parts]), 4 * training, scale=1 / 16)
+        pool = Pool(x, torch.cat([classes for _, classes in parts]), 4 * training, scale=1 / 16, shape=(8, 8, 1))
         super().__init__(pool, 2, options.train_examples, options.test_examples)

