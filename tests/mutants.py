@@ -141,7 +141,7 @@ MUTANTS = [
         ("a factor of one half", "torch.mul(2 * self.strength,", "torch.mul(self.strength,"),
         ("pushes away", "torch.sub(self.fleet.theta, self.anchor, out=self._away)", "torch.sub(self.anchor, self.fleet.theta, out=self._away)"),
         ("anchor stays at the start", "        self.anchor.copy_(self.fleet.theta)\n        self.anchored = True", "        self.anchored = True"),
-        ("scales over all runs", "real.amin(-1, keepdim=True), real.amax(-1, keepdim=True)", "real.amin(), real.amax()"),
+        ("scales over all runs", "importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)", "importance.amin(), importance.amax()"),
         ("counts padding", "int(b < n) for n in batch.lengths()", "1 for n in batch.lengths()"),
     ),
     *of(
@@ -201,7 +201,7 @@ MUTANTS = [
         ("half the distance, the wrong way round", "1.0 if options.whole_distance else 0.5", "0.5 if options.whole_distance else 1.0"),
         ("distance without the geometry", "self.half * self.fisher * (", "self.half * ("),
         ("first task's score is halved", "if not self.anchored:", "if False:"),
-        ("no score", "scaled(self.fisher, size) + scaled(self.score, size)", "scaled(self.fisher, size)"),
+        ("no score", "scaled(self.fisher, gaps) + scaled(self.score, gaps)", "scaled(self.fisher, gaps)"),
         ("path goes on", "        self.path.masked_fill_(rows, 0)\n", ""),
         ("scores always grow", "mul_(1.5 if self.growing_scores else 0.5)", "mul_(1.5)"),
     ),

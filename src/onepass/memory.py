@@ -297,11 +297,11 @@ class EpisodicMemory:
         """Places `[R, n]` as rows of the memory of all runs: whole examples are copied, which is far faster than element by element."""
         return (place + self._rows * self._slots.shape[1]).flatten()
 
-    def contents(self) -> tuple[Batch, Tensor] | None:
-        """All visible examples and the task of each, `[R, n]` (−1 behind a row's end)."""
+    def contents(self, room: bool = False) -> tuple[Batch, Tensor] | None:
+        """All visible examples and the task of each, `[R, n]` (−1 behind a row's end); with `room`, `n` is what there is room for."""
         if self._x is None or max(self.sizes) == 0:
             return None
-        n = max(self.sizes)
+        n = self.tasks * self.budget if room else max(self.sizes)
         behind = torch.arange(n, device=self.fleet.device) >= self._start
         return Batch(self._x[:, :n], self._slots[:, :n], tuple(self.sizes)), self._task[:, :n].masked_fill(behind, -1)
 

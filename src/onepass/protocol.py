@@ -22,17 +22,25 @@ from onepass.learners import Method
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory, Policy
 from onepass.metrics import Record
-from onepass.models.mlp import Initialisation, mlp
+from onepass.models import Kind, Network
+from onepass.models.initial import Initialisation
+from onepass.models.norm import Constants
+from onepass.models.resnet import Stem
 from onepass.recording import BETA, Recorder
 from onepass.streams.base import Part, Stream
 from onepass.streams.feed import Feed
+
+TRIED = 10  # ways of computing a convolution on a GPU
 
 
 @dataclass(frozen=True)
 class Setup:
     """What all runs of a study share."""
 
+    network: Kind = "mlp"
     hidden: tuple[int, ...] = (256, 256)
+    stem: Stem = "3x3"
+    batch_norm: Constants = "torch"
     initialisation: Initialisation = "normal"
     batch_size: int = 10
     memory_per_task: int = 250
@@ -42,6 +50,9 @@ class Setup:
     union_softmax: bool = True
     gradients: Mode = "auto"
     tf32: bool = True  # on a GPU, multiply in TF32
+
+    def model(self) -> Network:
+        return Network(self.network, self.hidden, self.stem, self.batch_norm, self.initialisation)
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ def train(
     often as it likes; if it has one already, training goes on from there and ends bit-identical too.
     """
     on_gpu = torch.device(device).type == "cuda"
-    with torch.cuda.device(device) if on_gpu else nullcontext(), products(torch.device(device), tf32=setup.tf32):
+    with torch.cuda.device(device) if on_gpu else nullcontext(), products(torch.device(device), tf32=setup.tf32, tried=TRIED):
         feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
         record, learn = Recorder(fleet, learner, feed, evaluate), Replays(fleet, learner)
         look_again = Replays(fleet, learner, learner.look_again)
@@ -190,14 +201,14 @@ def assemble(
     """The feed, fleet and learner of some runs, before their first step."""
     seeds = [run.seed for run in runs]
     feed = Feed(stream, part, seeds, setup.batch_size, device=device, joined=method.joined, union_softmax=setup.union_softmax)
-    inputs, outputs = stream.pool.x.shape[1], feed.slots.count
+    pool, network, outputs = stream.pool.on(device), setup.model(), feed.slots.count
     fleet = Fleet(
-        lambda: mlp(inputs, setup.hidden, outputs, setup.initialisation),
+        lambda: network.build(pool.x.shape[1], pool.shape, outputs),
         seeds,
         feed.slots,
         [run.hyperparameters["learning_rate"] for run in runs],
         device=device,
-        prepare=stream.pool.prepare,
+        prepare=pool.prepare_images if network.convolutional else pool.prepare,
         gradients=setup.gradients,
     )
     columns = {name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device) for name in method.learner.hyperparameters}

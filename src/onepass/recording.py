@@ -155,7 +155,8 @@ class Recorder:
         if self.learner.violations is not None:
             for row, total in zip(self._violations, self.learner.violations.tolist(), strict=True):
                 row.append(int(total) - sum(row))
-        contents = self.learner.memory.contents() if self.learner.memory is not None and self.evaluate else None
+        memory, fixed = self.learner.memory, self.fleet.device.type == "cuda"  # where a new shape costs more than the examples that are none
+        contents = memory.contents(room=fixed) if memory is not None and self.evaluate else None
         if contents is not None:
             batch, owner = contents
             right = answers(self.fleet, self.learner, batch)

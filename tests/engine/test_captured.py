@@ -17,11 +17,12 @@ from onepass.engine.replays import Replays
 from onepass.learners import METHODS, Method
 from onepass.learners.van import Van
 from onepass.metrics import Record
+from onepass.models.norm import Constants
 from onepass.protocol import assemble, train
 from onepass.streams.base import Stream
 from onepass.streams.batch import Batch
 from onepass.studies.checkpoint import Checkpoints
-from replaying import SETUP, STREAM, Asking, Counting, Replacing, Told, digits, runs, same
+from replaying import RESIDUAL, SETUP, STREAM, Asking, Counting, Ends, Replacing, Told, digits, runs, same, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
@@ -56,6 +57,26 @@ def test_captured_steps_end_where_eager_ones_do(method: str, monkeypatch: pytest
     eager, replayed = on_gpu(METHODS[method], stream, monkeypatch, capture=False)
     assert replayed == 0
     same(captured, eager)
+
+
+@pytest.mark.parametrize("norm", ["torch", "authors"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "multi-task"])
+def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
+    method: str, norm: Constants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    found, setup, ends = METHODS[method], replace(RESIDUAL, batch_norm=norm), (Ends(), Ends())
+    for keeper, capture in zip(ends, (True, False), strict=True):
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr("onepass.protocol.TRIED", 0)  # whatever is fastest now may not be so again
+            patch.setattr("onepass.protocol.Replays", Watched)
+            patch.setattr(Watched, "replayed", 0)
+            if not capture:
+                patch.setattr(Watched, "_key", lambda *_: None)
+            train(digits("split-digits", 40), "cv", found, runs(found, 2), setup, device="cuda", keeper=keeper)
+            assert (Watched.replayed > 4) == capture
+    assert not caplog.records
+    same_bits(*ends)
 
 
 @pytest.mark.parametrize("method", ["mas", "ewc"])
@@ -120,7 +141,7 @@ def test_exact_products_are_closer_to_a_cpus_than_tf32() -> None:
         with products(fleet.device, tf32=tf32):
             for batches, steps in feed.stretches(0, 0, lambda _, left: take.stretch(left)):
                 take(batches, steps)
-        return fleet.theta[:, : fleet.architecture.size].cpu()
+        return fleet.architecture.numbers(fleet.theta).cpu()
 
     truth = ended("cpu", False)
     exact, rough = ((ended("cuda", tf32) - truth).norm() / truth.norm() for tf32 in (False, True))

@@ -40,7 +40,7 @@ def test_a_run_on_the_gpu_equals_the_run_on_the_cpu(method: str, ragged: bool) -
             if learner.needs_review:
                 learner.review(feed.batches(phase))
             learner.end_task()
-        theta = fleet.theta[:, : fleet.architecture.size].cpu()
+        theta = fleet.architecture.numbers(fleet.theta).cpu()
         ended.append((theta, None if learner.memory is None else learner.memory.state()["slots"][:, :-1].cpu()))
     assert torch.allclose(ended[0][0], ended[1][0], atol=1e-3)
     if ended[0][1] is not None and ended[1][1] is not None:

@@ -239,13 +239,14 @@ def test_extras_are_known_by_name_not_by_order() -> None:
 
 
 def test_a_wrong_program_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def wrong(function: object, arguments: list[Tensor], outputs: list[Tensor]) -> Callable[..., Tensor]:
-        def program(*tensors: Tensor) -> Tensor:
-            for out in tensors[-len(outputs) :]:
-                out.fill_(0.5)
-            return torch.zeros(())
+    def wrong(function: object, arguments: list[Tensor], outputs: list[Tensor]) -> nn.Module:
+        class Program(nn.Module):
+            def forward(self, *tensors: Tensor) -> Tensor:
+                for out in tensors[-len(outputs) :]:
+                    out.fill_(0.5)
+                return torch.zeros(())
 
-        return program
+        return Program()
 
     monkeypatch.setattr("onepass.engine.gradients.trace", wrong)
     fleet, batch = fleet_of(mode="looped"), batch_of()

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onepass.engine import replays
-from onepass.engine.branches import Region, region
+from onepass.engine import gradients, replays
+from onepass.engine.branches import region
+from onepass.engine.program import trace
 from onepass.engine.replays import Replays
 from onepass.errors import is_out_of_memory
 from onepass.learners import METHODS
 from onepass.learners.er import Er
 from onepass.learners.van import Van
+from onepass.models.norm import Constants
 from onepass.protocol import Run, assemble, train
 from onepass.streams.batch import Batch
 from onepass.studies.checkpoint import Checkpoints
-from replaying import SETUP, STREAM, Counting, Ends, Listing, Replacing, Told, digits, runs, same, same_bits
+from replaying import RESIDUAL, SETUP, STREAM, Counting, Ends, Listing, Replacing, Told, digits, runs, same, same_bits
 from simulated import Simulated
 from toys import ToyStream
 
@@ -42,7 +45,9 @@ def test_stretches_of_any_length_end_where_single_steps_do(method: str, ragged: 
     same(ended[0], ended[2])
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("gem", "multi-task")])
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.long) if name == "prog-nn" else name for name in METHODS if name not in ("gem", "multi-task")]
+)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_replayed_in_any_order_that_their_waits_allow_steps_end_where_eager_ones_do(
     method: str, ragged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -122,13 +127,16 @@ def test_a_method_that_reads_the_task_is_captured_for_each_task(monkeypatch: pyt
     same_bits(eager, captured)
 
 
-def test_steps_that_are_alike_only_after_very_many_are_not_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("every", [7, pytest.param(201, marks=pytest.mark.long)])
+def test_steps_of_a_long_period_are_replayed_one_by_one_and_its_last_by_another_graph(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "LONGEST", 6)
+    options, eager, captured = METHODS["rwalk"].learner.options(fisher_every=every), Ends(), Ends()
+    train(digits("permuted-digits"), "cv", METHODS["rwalk"], runs(METHODS["rwalk"]), SETUP, options, keeper=eager)
     monkeypatch.setattr("onepass.protocol.Replays", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
-    with caplog.at_level(logging.WARNING):
-        train(digits("permuted-digits"), "cv", METHODS["rwalk"], runs(METHODS["rwalk"]), SETUP, METHODS["rwalk"].learner.options(fisher_every=201))
-    assert Simulated.replayed == 0
-    assert "only after 201 of them" in caplog.text
+    train(digits("permuted-digits"), "cv", METHODS["rwalk"], runs(METHODS["rwalk"]), SETUP, options, keeper=captured)
+    assert Simulated.replayed > 200
+    same_bits(eager, captured)
 
 
 @pytest.mark.parametrize("method", ["mas", "ewc"])
@@ -144,6 +152,33 @@ def test_the_second_look_is_replayed_though_tasks_differ_in_length(method: str, 
 def test_a_checkpoint_that_falls_into_a_stretch_is_written_after_it(tmp_path: Path) -> None:
     keeper = Checkpoints(tmp_path, "fleet", every=50)
     assert [keeper.due(*at) for at in ((20, 0), (40, 20), (60, 40), (80, 60), (100, 80), (0, 0))] == [False, False, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "norm"),
+    [
+        pytest.param("van", "torch", marks=pytest.mark.long),
+        ("a-gem", "torch"),
+        pytest.param("a-gem", "authors", marks=pytest.mark.long),
+        pytest.param("rwalk", "authors", marks=pytest.mark.long),
+    ],
+)
+def test_residual_networks_are_replayed_too(method: str, norm: Constants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found, eager, captured, setup = METHODS[method], Ends(), Ends(), replace(RESIDUAL, batch_norm=norm)
+    small = {"fisher_every": 3, "reference_batch": 9}
+    options = replace(found.learner.options(), **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)})
+    train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=eager)
+    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(gradients, "trace", partial(trace, on_gpu=True))
+    with caplog.at_level(logging.WARNING):
+        train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=captured)
+    assert not caplog.records
+    assert Simulated.replayed > 8
+    same_bits(eager, captured)
+
+
+PARTS = [slice(None), slice(0, 2), slice(1, 2), slice(1, None)]
 
 
 @given(st.data())
@@ -167,10 +202,21 @@ def test_regions_that_share_a_byte_meet(data: st.DataObject) -> None:
 
 
 def test_whatever_meets_a_region_meets_those_that_cover_it() -> None:
-    some = [Region(0, stride, begin, length) for stride in (0, 8) for begin in range(3) for length in range(1, 4)]
+    block = torch.zeros(3, 4, 5)
+    some = [one for part in product(PARTS, PARTS, PARTS) if (one := region(block[part])) is not None]
     assert sum(one.covers(other) for one, other in product(some, some)) > len(some)
     for one, other, third in product(some, some, some):
         assert not one.covers(other) or not third.meets(other) or third.meets(one)
+
+
+def test_the_rows_of_two_runs_do_not_meet_whatever_shapes_their_parameters_have() -> None:
+    gradient = torch.zeros(2, 60)
+    convolution, matrix = gradient[0, :36].view(2, 3, 3, 2).movedim(-1, 1), gradient[1, 36:].view(4, 6)
+    one, other = region(convolution), region(matrix)
+    assert one is not None
+    assert other is not None
+    assert not one.meets(other)
+    assert not other.meets(one)
 
 
 def test_a_capture_counts_nothing() -> None:

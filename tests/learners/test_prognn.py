@@ -68,7 +68,7 @@ def assert_only_the_last_column_moved(before: Values, after: Values, last: int) 
     assert before.keys() == after.keys()
     for name, value in before.items():
         if name.startswith(f"columns.{last}."):
-            assert (after[name] != value).view(len(value), -1).any(1).all(), f"{name} did not move"
+            assert (after[name] != value).flatten(1).any(1).all(), f"{name} did not move"
         else:
             assert torch.equal(after[name], value), f"{name} moved"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +18,55 @@ class Architecture:
 
     Frozen parameters (`requires_grad=False`) come first, so that the trainable ones are one slice at the end of the row. Tied weights have
     one place. Buffers are updated in place, as torch's own layers do (one that is assigned anew in `forward` is lost). `prepare` turns
-    stored inputs into what the module expects (bytes into floats, say).
+    stored inputs into what the module expects (bytes into floats, say). With `channels_last`, the weights of convolutions lie in a row as
+    fast kernels want them, so that no step converts them.
     """
 
-    def __init__(self, module: nn.Module, prepare: Prepare, head: str | None = None, align: int = 1) -> None:
+    def __init__(self, module: nn.Module, prepare: Prepare, head: str | None = None, align: int = 1, channels_last: bool = False) -> None:
         parameters = sorted(module.named_parameters(), key=lambda item: item[1].requires_grad)  # stable: frozen first, then in order
         self.module = module
         self.prepare = prepare
         self.names = [name for name, _ in parameters]
         self.shapes = [p.shape for _, p in parameters]
         self.lengths = [p.numel() for _, p in parameters]
+        self._moved = [channels_last and p.dim() == 4 for _, p in parameters]
         self.size = sum(self.lengths)
+        self.starts = [0, *accumulate(-(-length // align) * align for length in self.lengths)]  # kernels want parameters at such places
         self.frozen = sum(not p.requires_grad for _, p in parameters)
-        self.width = -(-self.size // align) * align  # of a row; what is behind the parameters is zero and stays zero
-        self.trainable = slice(sum(self.lengths[: self.frozen]), self.width)
+        self.width = self.starts[-1]  # of a row; what is between the parameters is zero and stays zero
+        self.trainable = slice(self.starts[self.frozen], self.width)
         self.convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
         self._head = module.get_submodule(head) if head is not None else linear[-1] if linear else None
 
     def views(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of `theta` `[…, P]`, in the order of `names`."""
-        lead, parts = theta.shape[:-1], torch.split_with_sizes(theta[..., : self.size], self.lengths, dim=-1)
-        return [part.view(*lead, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        lead = theta.shape[:-1]
+        parts = [theta[..., start : start + length] for start, length in zip(self.starts, self.lengths, strict=False)]
+        return [
+            part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3) if moved else part.view(*lead, *shape)
+            for part, shape, moved in zip(parts, self.shapes, self._moved, strict=True)
+        ]
 
     def flatten(self, module: nn.Module) -> Tensor:
         """The parameters of a module of this architecture as one row."""
         values = dict(module.named_parameters())
-        row = torch.cat([values[name].detach().reshape(-1) for name in self.names]) if self.names else torch.empty(0)
-        return row if self.width == self.size else torch.cat([row, row.new_zeros(self.width - self.size)])
+        first = next(iter(values.values()), torch.empty(0)).detach()
+        row = first.new_zeros(self.width)
+        for name, view in zip(self.names, self.views(row), strict=True):
+            view.copy_(values[name].detach())
+        return row
+
+    def gaps(self) -> Tensor | None:
+        """Which columns of a row are no parameters, `[P]`; None if all are."""
+        if self.width == self.size:
+            return None
+        ends = zip(self.starts[1:], self.starts, self.lengths, strict=False)
+        return torch.cat([torch.arange(end - start) >= length for end, start, length in ends])
+
+    def numbers(self, theta: Tensor) -> Tensor:
+        """The parameters of `theta` `[…, P]` alone, one behind the other."""
+        return torch.cat([view.reshape(*theta.shape[:-1], -1) for view in self.views(theta)], -1)
 
     def call(self, parameters: list[Tensor], buffers: dict[str, Tensor], x: Tensor, descriptors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits, and the features that enter the last linear layer (the logits themselves where there is none)."""

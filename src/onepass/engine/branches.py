@@ -7,35 +7,41 @@ waits for those alone whose results it reads or whose memory it writes over. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 WIDTH = 16  # branches at most: more make no step of ours shorter
 
 
 class Region(NamedTuple):
-    """Bytes of a storage: `length` from `begin` in every row of `stride` bytes, or once if `stride` is 0."""
+    """Bytes of a storage: from `low` to `high`, and of those `length` from `begin` in every row of `stride` bytes, or all if `stride` is 0."""
 
     storage: int
     stride: int
     begin: int
     length: int
+    low: int
+    high: int
 
     def meets(self, other: Region) -> bool:
         """Might they share a byte? Parts of the rows of one matrix (a parameter's place in all gradients) are told apart."""
+        if self.low >= other.high or other.low >= self.high:
+            return False
         if self.stride != other.stride:
             return True
         return self.begin < other.begin + other.length and other.begin < self.begin + self.length
 
     def covers(self, other: Region) -> bool:
         """Does whatever meets the other one meet this one too?"""
-        return self.stride == other.stride and self.begin <= other.begin and other.begin + other.length <= self.begin + self.length
+        inside = self.low <= other.low and other.high <= self.high
+        return inside and self.stride == other.stride and self.begin <= other.begin and other.begin + other.length <= self.begin + self.length
 
 
 def region(tensor: Tensor) -> Region | None:
@@ -53,11 +59,12 @@ def region(tensor: Tensor) -> Region | None:
     steps = sorted(((s * item, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s > 0), reverse=True)
     storage = tensor.untyped_storage().data_ptr()
     if not steps:
-        return Region(storage, 0, begin, item)
+        return Region(storage, 0, begin, item, begin, begin + item)
     (stride, rows), inner = steps[0], item + sum(s * (n - 1) for s, n in steps[1:])
+    length = stride * (rows - 1) + inner
     if len(steps) > 1 and begin % stride + inner <= stride:
-        return Region(storage, stride, begin % stride, inner)
-    return Region(storage, 0, begin, stride * (rows - 1) + inner)
+        return Region(storage, stride, begin % stride, inner, begin, begin + length)
+    return Region(storage, 0, begin, length, begin, begin + length)
 
 
 class _Operation(NamedTuple):
@@ -76,6 +83,7 @@ class Branches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, others: Sequence[torch.cuda.Stream], room: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._main, self._streams, self._room = self.current(), others, room
+        self.lane: int | None = None
         self._fork()
 
     def _fork(self) -> None:
@@ -119,7 +127,7 @@ class Branches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = 0
         for number in after:
             before |= self._operations[number].before | 1 << number
-        branch = self._branch(after, before)
+        branch = self._branch(after, before) if self.lane is None else self.lane % len(self._streams)
         stream, event = self._streams[branch], self.event()
         if branch not in self._last:
             stream.wait_event(self._start)
@@ -172,14 +180,37 @@ def _touched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     writes: list[Region] = []
     for place, argument in enumerate(func._schema.arguments):
         value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
+        written = (argument.alias_info is not None and argument.alias_info.is_write) or _moves(func, argument.name)
         (writes if written else reads).extend(_regions(tree_leaves(value)))
     return reads, writes
+
+
+def _moves(func: Any, argument: str) -> bool:
+    """Batch-norm moves its running statistics, though its signature does not say so."""
+    return argument in ("running_mean", "running_var") and not func.__name__.partition(".")[0].endswith("backward")
 
 
 def _regions(values: Iterable[Any]) -> list[Region]:
     found = [region(value) for value in values if isinstance(value, Tensor)]
     return [one for one in found if one is not None]
+
+
+@contextmanager
+def lane(number: int) -> Iterator[None]:
+    """While operations are captured on branches, all of those inside go to one of them, which has this number.
+
+    What is long by itself and has others like it beside it (the gradient of one run) needs no branches of its own, and every wait of one branch
+    for another takes time.
+    """
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, Branches):
+        yield
+        return
+    mode.lane = number
+    try:
+        yield
+    finally:
+        mode.lane = None
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from onepass.draws import Purpose, Source
+from onepass.engine.answers import Answers
 from onepass.engine.architecture import Architecture, Prepare
 from onepass.engine.gradients import Gradients, Loss, Mode, Point
 from onepass.errors import InputError
@@ -24,7 +25,7 @@ from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
 Build = Callable[[], nn.Module]
-ALIGN = 32  # numbers: where rows begin at such places, matrix products on a GPU take half the time
+ALIGN = 32  # numbers: from such places matrix products on a GPU take half the time, and batch-norm fails from some others
 LOST = 1e4  # a uniform guess among a million classes has a cross-entropy of 14
 
 
@@ -139,13 +140,16 @@ class Fleet:
 
     def _assemble(self, modules: list[nn.Module]) -> None:
         align = ALIGN if self.device.type == "cuda" else 1
-        self.architecture = Architecture(modules[0], self._prepare, self._head, align)
+        self.architecture = Architecture(modules[0], self._prepare, self._head, align, channels_last=True)
         self.theta = torch.stack([self.architecture.flatten(m) for m in modules]).to(self.device)
+        gaps = self.architecture.gaps()
+        self.gaps = None if gaps is None else gaps.to(self.device)
         everyone = [dict(m.named_buffers()) for m in modules]
-        self._buffers = {name: torch.stack([b[name] for b in everyone]).to(self.device) for name in everyone[0]}
+        self._buffers = {name: aligned(torch.stack([b[name] for b in everyone]).to(self.device), align) for name in everyone[0]}
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
         self.gradients = Gradients(self.architecture, self._mode, self.runs)
+        self.answers = Answers(self.architecture, traces=self.device.type == "cuda")
 
     # ---- what learners call
 
@@ -197,7 +201,7 @@ class Fleet:
         for r in range(self.runs):
             mine = {name: b[r] for name, b in statistics.items()}
             described_r = None if self.descriptors is None else self.descriptors[r]
-            results.append(self.architecture.call([p[r] for p in parameters], mine, batch.x[r], described_r))
+            results.append(self.answers([p[r] for p in parameters], mine, batch.x[r], described_r))
         logits, features = zip(*results, strict=True)
         return Output(torch.stack(logits), torch.stack(features))
 
@@ -267,6 +271,13 @@ class Fleet:
         """Bytes of parameters and buffers a run."""
         tensors = [self.theta, *self.buffers.values()]
         return sum(t.nbytes for t in tensors) // self.runs
+
+
+def aligned(stack: Tensor, align: int) -> Tensor:
+    """Rows `[R, …]` that begin at multiples of so many numbers."""
+    length = stack[0].numel()
+    room = stack.new_zeros(len(stack), -(-length // align) * align)
+    return room[:, :length].view(stack.shape).copy_(stack)
 
 
 def _fill(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:

@@ -16,11 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
+from torch.fx import GraphModule
 
 from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
+from onepass.engine.branches import lane
 from onepass.engine.precision import products
-from onepass.engine.program import DrawsRandomNumbersError, Program, trace
+from onepass.engine.program import DrawsRandomNumbersError, Program, resized, trace
 from onepass.errors import first_line, is_out_of_memory
 from onepass.streams.batch import Batch
 
@@ -79,7 +81,7 @@ class _Row:
         """The arguments with copied buffers, for a trial that must leave no trace."""
         start = len(self.architecture.names)
         end = start + len(self.buffers)
-        return [*arguments[:start], *(b.clone() for b in arguments[start:end]), *arguments[end:]]
+        return [*arguments[:start], *(_copy(b) for b in arguments[start:end]), *arguments[end:]]
 
 
 class _Views:
@@ -111,6 +113,7 @@ class Gradients:
         # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
         self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
         self._programs: dict[Hashable, Program | None] = {}
+        self._traces: dict[Hashable, dict[int, GraphModule]] = {}  # up to two sizes of batches each
         self._random: bool | None = None  # do the model's own layers draw random numbers? None: nobody knows
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
@@ -120,7 +123,7 @@ class Gradients:
     def __call__(self, at: Point, batch: Batch, loss: Loss, update_buffers: bool) -> tuple[Tensor, Tensor]:
         self._passes = 1 if self._in_use is None else self._passes + 1
         row = _Row(self.architecture, loss, tuple(at.buffers), at.descriptors is not None, tuple(batch.extra))
-        buffers = at.buffers if update_buffers else {name: b.clone() for name, b in at.buffers.items()}
+        buffers = at.buffers if update_buffers else {name: _copy(b) for name, b in at.buffers.items()}
         given = [x for x in (batch.x, batch.slots, at.descriptors, *batch.extra.values()) if x is not None]
         if batch.sizes is None:
             space = self._workspace(at.theta)
@@ -176,7 +179,8 @@ class Gradients:
             arguments = (*parameters, *inputs)
             program = None if self._random else self._program(row, arguments, places[frozen:], stacked=False)
             if program is not None:
-                values.append(program(*arguments, *places[frozen:]))
+                with lane(len(theta.rows) * self._passes + r):
+                    values.append(program(*arguments, *places[frozen:]))
             else:
                 values.append(self._by_autograd(row, at, r, arguments, places))
         return torch.stack(values) if len(values) > 1 else values[0][None]
@@ -203,7 +207,7 @@ class Gradients:
         way = "stacked" if stacked else "traced"
         try:
             with torch.random.fork_rng():  # tracing runs the model once
-                program = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
+                program = self._traced(row, arguments, outputs, stacked)
             result = [torch.empty_like(o) for o in outputs]
             changed = row.safe(arguments)
             with products(arguments[0].device, tf32=False):  # TF32 is about as far off as what is looked for
@@ -224,6 +228,22 @@ class Gradients:
             return None
         return program
 
+    def _traced(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program:
+        """A program for batches of this size: from those for two other sizes, where they tell what depends on the size."""
+        inputs, at = arguments[len(self.architecture.names) + len(row.buffers) :], int(stacked)
+        shapes = tuple((tensor.shape[:at], tensor.shape[at + 1 :], tensor.dtype) for tensor in inputs)
+        known = self._traces.setdefault((stacked, self.architecture.module.training, row.loss, row.extra, shapes), {})
+        size, made = inputs[0].shape[at], None
+        if len(known) == 2 and not row.described:
+            (a, one), (b, other) = known.items()
+            made = resized(one, a, other, b, size)
+        if made is None:
+            made = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
+            if len(known) < 2:
+                known[size] = made
+        program: Program = made.forward
+        return program
+
     def _check(self, row: _Row, arguments: Sequence[Tensor], changed: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         """Raise unless `found` and the buffers in `changed` are what plain autograd makes of `arguments`."""
         truth = row.safe(arguments)
@@ -234,6 +254,11 @@ class Gradients:
             error = (expected.double() - value.double()).norm()
             if scale.isfinite() and error > 1e-3 * scale + 1e-12:
                 raise ArithmeticError(f"its gradient is off by {float(error / scale):.2g} of its length")
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    """A copy whose rows lie as far apart: kernels want them at certain places."""
+    return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device).copy_(buffer)
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

@@ -7,7 +7,10 @@ and lets the matrix products of the backward pass write straight into the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Hashable, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -25,18 +28,21 @@ class DrawsRandomNumbersError(Exception):
     """The model's own layers draw random numbers: a replay would not take them from the run's seed."""
 
 
-def trace(function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[Tensor], outputs: list[Tensor]) -> Program:
-    """Trace `function(*arguments) -> (gradients, loss)`; the result is called as `program(*arguments, *outputs) -> loss`.
+def trace(
+    function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[Tensor], outputs: list[Tensor], on_gpu: bool | None = None
+) -> fx.GraphModule:
+    """Trace `function(*arguments) -> (gradients, loss)`; its `forward(*arguments, *outputs) -> loss` is the program.
 
     Gradient `i` is written into `outputs[i]`. Tracing runs the function once, so the arguments must be ones that may be written to
-    (copies of batch-norm statistics).
+    (copies of batch-norm statistics). `on_gpu` forces what is done for the sake of a GPU, or its absence.
     """
     module = make_fx(function)(*arguments)
     graph = module.graph
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
         raise DrawsRandomNumbersError("the model draws random numbers (dropout?)")
     _drop_empty_reshapes(graph)
-    if arguments[0].is_cuda:
+    on_gpu = arguments[0].is_cuda if on_gpu is None else on_gpu
+    if on_gpu:
         _add_in_products(graph)
     result = next(node for node in graph.nodes if node.op == "output")
     gradients, loss = result.args[0]
@@ -50,11 +56,43 @@ def trace(function: Callable[..., tuple[list[Tensor], Tensor]], arguments: list[
             if not _write_into(gradient, place, output):
                 graph.call_function(aten.copy_.default, (place, gradient))
     result.args = (loss,)
+    if on_gpu:
+        _write_together(graph)
     graph.eliminate_dead_code(is_impure_node=_writes)
     graph.lint()
     module.recompile()
-    program: Program = module.forward
-    return program
+    return module
+
+
+def resized(one: fx.GraphModule, its_size: int, other: fx.GraphModule, other_size: int, size: int) -> fx.GraphModule | None:
+    """The program for batches of a third size, from two: numbers that differ in them are multiples of the size, or of one by it; None if not.
+
+    To trace takes a second and this none. What comes out is checked like anything that is traced.
+    """
+
+    def fitted(mine: Any, theirs: Any) -> Any:
+        if isinstance(mine, (list, tuple)) and len(mine) == len(theirs):
+            return type(mine)([fitted(a, b) for a, b in zip(mine, theirs, strict=True)])
+        if isinstance(mine, fx.Node) or mine == theirs:
+            return mine
+        if isinstance(mine, int) and mine * other_size == theirs * its_size and mine * size % its_size == 0:
+            return mine * size // its_size
+        if isinstance(mine, float) and math.isclose(mine * its_size, theirs * other_size):
+            return mine * its_size / size
+        raise ValueError(mine, theirs)
+
+    made = copy.deepcopy(one)
+    try:
+        for node, twin in zip(made.graph.nodes, other.graph.nodes, strict=True):
+            if (node.op, node.name, node.target) != (twin.op, twin.name, twin.target):
+                return None
+            if node.op == "call_function":
+                node.args = fitted(node.args, twin.args)
+                node.kwargs = {key: fitted(value, twin.kwargs[key]) for key, value in node.kwargs.items()}
+    except (ValueError, KeyError):
+        return None
+    made.recompile()
+    return made
 
 
 def _write_into(gradient: fx.Node, place: fx.Node, output: Tensor) -> bool:
@@ -131,6 +169,57 @@ def _add_in_products(graph: fx.Graph) -> None:
                 node.target, node.args = aten.baddbmm_.default, (copies, *product.args)
                 break
     graph.eliminate_dead_code(is_impure_node=_writes)
+
+
+# Small operations of a kind that take a GPU no longer together than each: what they become.
+_TOGETHER: dict[Any, Any] = {
+    aten.copy_.default: aten._foreach_copy_.default,
+    aten.lerp.Scalar: aten._foreach_lerp.Scalar,
+    aten.add_.Tensor: aten._foreach_add_.Scalar,
+    aten.pow.Tensor_Scalar: aten._foreach_pow.Scalar,
+    aten.sub.Tensor: aten._foreach_sub.Scalar,
+}
+
+
+def _write_together(graph: fx.Graph) -> None:
+    """Put off what nobody waits for (gradients that are copied to their places, running statistics that move) to the end, and do it there
+    all at once, kind by kind."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    late: dict[fx.Node, Hashable] = {}
+    for node in reversed(graph.nodes):
+        kind = _kind(node)
+        if kind is not None and (_is_last_to_touch(node, order) if _writes(node) else node.users and all(user in late for user in node.users)):
+            late[node] = kind
+    result = next(iter(graph.find_nodes(op="output")))
+    with graph.inserting_before(result):
+        while late:
+            ready = [node for node in reversed(late) if not any(source in late for source in node.all_input_nodes)]
+            alike = [node for node in ready if late[node] == late[ready[0]]]
+            count = sum(isinstance(argument, fx.Node) for argument in alike[0].args)
+            lists = [[node.args[i] for node in alike] for i in range(count)]
+            together = graph.call_function(_TOGETHER[alike[0].target], (*lists, *alike[0].args[count:]))
+            for number, node in enumerate(alike):
+                if node.users:
+                    node.replace_all_uses_with(graph.call_function(getitem, (together, number)))
+                del late[node]
+                graph.erase_node(node)
+
+
+def _kind(node: fx.Node) -> Hashable | None:
+    """What operations must have in common to be done together: tensors come first, and the rest is the same."""
+    if node.target not in _TOGETHER or node.kwargs:
+        return None
+    values = [argument.meta.get("val") if isinstance(argument, fx.Node) else argument for argument in node.args]
+    tensors = 2 if node.target in (aten.copy_.default, aten.lerp.Scalar) else 1
+    plain = values[tensors:]
+    if any(isinstance(value, Tensor) for value in plain) or len(values) < tensors:
+        return None
+    return node.target, *((t.dtype if isinstance(t, Tensor) else None) for t in values[:tensors]), *plain
+
+
+def _is_last_to_touch(node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    place = node.args[0]
+    return not node.users and isinstance(place, fx.Node) and place.op == "placeholder" and all(order[user] <= order[node] for user in place.users)
 
 
 def _layout(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]] | None:

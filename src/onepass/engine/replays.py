@@ -26,6 +26,7 @@ from onepass.streams.batch import Batch
 log = logging.getLogger(__name__)
 
 STRETCH = 20  # gradients: from here on, the start of a graph is a small part of it
+LOOPED = 4  # gradients that are looped
 LONGEST = 200  # steps of a graph
 KEPT = 4  # graphs: a method has one for the first task and one for the others, and each a shorter one beside it
 
@@ -61,6 +62,7 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class _Stretch:
+    form: Hashable
     x: Tensor
     slots: Tensor
     graph: Graph
@@ -79,10 +81,8 @@ class Replays:
         self._learns, self._take = take is None, take or (lambda batch: fleet.learn(learner, batch))
         self._memory = learner.memory if self._learns else None
         self._on = capture and fleet.device.type == self.device
-        if self._on and self._learns and learner.period > LONGEST:
-            log.warning("steps are taken one by one, not replayed: only after %d of them the host does the same again", learner.period)
-            self._on = False
         self._graphs: dict[Hashable, _Stretch] = {}
+        self._taken: set[Hashable] = set()  # such as were taken step by step once, so that all they need is in its place
         if self._on and self.device == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
             streams(fleet.device)  # outside any capture
@@ -92,7 +92,10 @@ class Replays:
         if not self._on or self._learner.form() is None:
             return 1
         period = self._learner.period if self._learns else 1
-        most = max(STRETCH // self._learner.passes(), period)
+        looped = not self._fleet.gradients.stacked  # each run has a gradient of its own, of hundreds of operations
+        if period > LONGEST or (looped and period > 1):
+            return 1
+        most = max((LOOPED // self._fleet.runs if looped else STRETCH) // self._learner.passes(), period)
         steps = min(at_most, most)
         whole = steps - steps % period
         if whole < most and period == 1:  # a single step is captured anyway, and a graph more takes longer than some replays of that
@@ -101,26 +104,32 @@ class Replays:
 
     def __call__(self, batches: Batch, steps: int) -> None:
         """Take `steps` batches of one size, which lie one behind the other in `batches`."""
-        stretch = self._graphs.get(self._key(batches, steps))
-        if stretch is not None:
-            self._replay(stretch, batches, steps)
+        turns = self._turns(1)
+        key = self._key(batches, steps, turns)
+        if key in self._taken and key not in self._graphs:
+            self._capture(key, batches, steps)
+        if key in self._graphs:
+            self._replay(self._graphs[key], batches, steps)
             return
         width = batches.slots.shape[1] // steps
         for number in range(steps):
             self._take(_cut(batches, number, width))
-        key = self._key(batches, steps)  # as the next stretch will find it
-        if key is not None and key not in self._graphs:
-            self._capture(key, batches, steps)
+        key = self._key(batches, steps, turns)  # as the next stretch of its kind will find it
+        if key is not None:
+            self._taken.add(key)
 
-    def _key(self, batches: Batch, steps: int) -> Hashable | None:
+    def _key(self, batches: Batch, steps: int, turns: Hashable) -> Hashable | None:
         """What a captured stretch depends on besides the values of tensors; None if it cannot be captured."""
         if not self._on or batches.sizes is not None or batches.extra or (self._learns and not self._fleet.steady):
             return None
-        form, learner = self._learner.form(), self._learner
-        unlike = steps % learner.period or any(getattr(learner, name) % learner.period for name in learner.counts)
-        if form is None or (unlike and self._learns):
+        form = self._learner.form()
+        if form is None or (self._learns and steps > 1 and not all((*self._turns(0), *self._turns(steps)))):
             return None
-        return steps, batches.x.shape, self._told(batches), form, _print(self._fleet.places()), *self._state().items()
+        return steps, batches.x.shape, self._told(batches), form, turns, _print(self._fleet.places()), *self._state().items()
+
+    def _turns(self, steps: int) -> tuple[bool, ...]:
+        """Which counters are at the end of a period after so many steps more."""
+        return tuple((getattr(self._learner, name) + steps) % self._learner.period == 0 for name in self._learner.counts)
 
     def _told(self, batches: Batch) -> int | None:
         """The task, if the learner looks at it: then no other task can replay what was captured."""
@@ -139,10 +148,13 @@ class Replays:
         try:
             if self._memory is not None:
                 self._memory.look_ahead(steps)
+            form = self._learner.form()
+            if any(stretch.form != form for stretch in self._graphs.values()):
+                self._forget()
             with nullcontext() if self._memory is None else self._memory.captured():
                 graph = self._record([partial(self._one, _cut(inputs, number, width), number) for number in range(steps)])
             self._check(before, steps)
-            self._graphs[key] = _Stretch(x, slots, graph)
+            self._graphs[key] = _Stretch(form, x, slots, graph)
             if len(self._graphs) > KEPT:
                 del self._graphs[next(iter(self._graphs))]
         except Exception as reason:  # whatever cannot be captured: a model's or a method's own errors come up again without a graph
@@ -153,6 +165,15 @@ class Replays:
         finally:
             for owner, values in owners:
                 vars(owner).update(values)
+
+    def _forget(self) -> None:
+        """Let go of all graphs: with a memory that has grown none of them is of use, and each holds the activations of its steps."""
+        if self.device == "cuda":
+            torch.cuda.synchronize(self._fleet.device)
+        self._graphs.clear()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _one(self, batch: Batch, number: int) -> None:
         if self._memory is not None:

@@ -1,0 +1,93 @@
+"""Forward passes that are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass.engine import answers as module_under_test
+from onepass.engine.answers import Answers
+from onepass.engine.architecture import Architecture
+from onepass.models.mlp import mlp
+from onepass.models.progressive import Progressive
+from onepass.models.resnet import ResNet
+
+ENOUGH = 2
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "ENOUGH", ENOUGH)
+
+
+class Moody(nn.Module):
+    """What it does depends on its inputs, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out if x.sum() > 0 else -out
+
+
+class Counted(Architecture):
+    calls = 0
+
+    def call(self, *arguments: object) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return super().call(*arguments)  # type: ignore[arg-type]
+
+
+def answers_of(module: nn.Module, traces: bool = True) -> tuple[Answers, Counted, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    architecture = Counted(module.eval(), lambda x: x)
+    answers = Answers(architecture, traces)
+    parameters, buffers = architecture.views(architecture.flatten(module)), dict(module.named_buffers())
+    return answers, architecture, lambda x: answers(parameters, buffers, x, None)
+
+
+@pytest.mark.parametrize("build", [lambda: ResNet(4, 6, (1, 1), channels=2), lambda: nn.Sequential(nn.Flatten(), mlp(128, [5], 3))])
+def test_a_pass_that_comes_again_is_a_program_that_answers_as_the_module_does(build: Callable[[], nn.Module]) -> None:
+    module, x = build(), torch.randn(5, 2, 8, 8)
+    _, architecture, ask = answers_of(module)
+    for _ in range(ENOUGH + 3):
+        x = torch.randn(5, 2, 8, 8)
+        logits, features = ask(x)
+        assert torch.allclose(logits, module(x), atol=1e-5)
+        assert features.shape[0] == 5
+    assert architecture.calls == ENOUGH + 2  # once more to trace, and once to compare
+
+
+def test_without_traces_every_pass_is_the_modules_own() -> None:
+    _, architecture, ask = answers_of(mlp(4, [5], 3), traces=False)
+    for _ in range(ENOUGH + 3):
+        ask(torch.randn(5, 4))
+    assert architecture.calls == ENOUGH + 3
+
+
+def test_each_column_of_a_progressive_network_has_a_program_of_its_own() -> None:
+    network = Progressive(lambda: mlp(4, [5], 3), 2)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_()
+    _, _, ask = answers_of(network)
+    x, found = torch.randn(5, 4), []
+    for shown in (0, 1) * (ENOUGH + 2):
+        network.shown = shown
+        found.append(ask(x)[0])
+        assert torch.allclose(found[-1], network(x), atol=1e-5)
+    assert not torch.allclose(found[0], found[1])
+
+
+def test_a_module_that_cannot_be_traced_answers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    module = Moody()
+    _, architecture, ask = answers_of(module)
+    for sign in (1, -1, 1, -1, 1, -1):
+        x = sign * torch.rand(5, 4)
+        assert torch.allclose(ask(x)[0], module(x))
+    assert "forward passes are not traced" in caplog.text
+    assert architecture.calls >= 6
