@@ -14,6 +14,7 @@ from onepass.learners import METHODS, ewc, mas, prognn, rwalk
 from onepass.studies import recipe
 from onepass.studies.results import cross_validation
 
+EVERY = {"split-cifar": 50, "split-cifar-quick": 5}  # steps after which the Fisher information is averaged
 LEARNING_RATES = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001]
 
 
@@ -40,6 +41,9 @@ def test_a_shipped_recipe_loads_under_its_own_name(name: str) -> None:
 def test_a_shipped_recipe_has_the_grids_of_the_paper(name: str) -> None:
     loaded = recipe.load(name)
     assert {"van", "ewc", "a-gem", "multi-task"} <= set(loaded.methods)
+    if name == "split-cifar-quick":  # which has no time for them
+        assert all(set(loaded.grids[method]["learning_rate"]) < set(LEARNING_RATES) for method in loaded.methods)
+        return
     for method, grid in loaded.grids.items():
         assert set(grid) == set(METHODS[method].hyperparameters)
         assert grid["learning_rate"] == LEARNING_RATES
@@ -100,9 +104,10 @@ def test_side_tables_that_make_no_sense_are_refused(companions: dict[str, Any], 
 @pytest.mark.parametrize("name", recipe.names())
 def test_a_shipped_recipe_uses_what_made_the_published_table(name: str) -> None:
     loaded = recipe.load(name)
-    assert loaded.method_options("ewc") == ewc.Options(fisher="moving-average", normalise=True)
+    every = EVERY.get(name, 10)
+    assert loaded.method_options("ewc") == ewc.Options(fisher="moving-average", normalise=True, fisher_every=every)
     assert loaded.method_options("mas") == mas.Options(per_batch=True, last_task_only=True)
-    assert loaded.method_options("rwalk") == rwalk.Options(whole_distance=True, growing_scores=True, growing_squares=True)
+    assert loaded.method_options("rwalk") == rwalk.Options(whole_distance=True, growing_scores=True, growing_squares=True, fisher_every=every)
     assert loaded.method_options("prog-nn") == prognn.Options(input_laterals=True, lateral_biases=True)
 
 
@@ -257,3 +262,18 @@ def test_a_stored_recipe_wants_the_same_units(name: str) -> None:
     stored = recipe.from_stored(json.loads(canonical(asked.stored())))
     for method in asked.methods:
         assert [unit.id for unit in cross_validation(stored, method)] == [unit.id for unit in cross_validation(asked, method)]
+
+
+def test_a_residual_network_on_a_stream_without_images_is_refused() -> None:
+    with pytest.raises(InputError, match="resnet18 needs a stream of images"):
+        recipe.load("permuted-digits", ["network=resnet18"])
+    assert recipe.load("split-digits", ["network=resnet18-reduced"]).setup().model().convolutional
+
+
+def test_the_recipe_of_split_cifar_says_what_the_paper_does() -> None:
+    loaded = recipe.load("split-cifar")
+    assert loaded.method_options("a-gem").reference_batch >= 17 * loaded.memory_per_task  # always the whole memory
+    assert loaded.paper.published["a-gem"]["violations"] == [sum(loaded.paper.companions.violations["a-gem"])]  # type: ignore[index]
+    assert loaded.paper.published["gem"]["violations"] == [sum(loaded.paper.companions.violations["gem"])]  # type: ignore[index]
+    assert {"ewc", "pi", "mas", "rwalk", "prog-nn", "gem", "s-gem", "a-gem", "icarl", "multi-task"} < set(loaded.methods)
+    assert loaded.method_options("ewc").fisher_every == loaded.method_options("rwalk").fisher_every == 50

@@ -17,10 +17,10 @@ import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
 from onepass.learners import method
 from onepass.metrics import Record, Summary
-from onepass.models.mlp import mlp
 from onepass.report.table import summaries
 from onepass.streams import stream
 from onepass.streams.base import TASKS
@@ -128,18 +128,34 @@ class Companions:
 
 
 def sizes(recipe: Recipe) -> Sizes:
-    """P and H of the recipe's network, built without values; H are its hidden units, "the total size of the network hidden state".
+    """P and H of the recipe's network, built without values; H are its hidden units, "the total size of the network hidden state": of a residual
+    network the numbers in the feature maps behind its batch-norms.
 
     >>> from onepass.studies.recipe import load
     >>> sizes(load("permuted-mnist"))
     Sizes(P=269322, B=10, H=512, M=250, M_all=4250, T=17, example=784)
+    >>> sizes(load("split-cifar"))
+    Sizes(P=1106825, B=10, H=192000, M=65, M_all=1105, T=17, example=3072)
     """
     entry, tasks = stream(recipe.stream), TASKS["ev"]
+    classes = getattr(recipe.make_stream_options(), "classes_per_task", None)
+    outputs = entry.outputs if classes is None else tasks * classes
     with torch.device("meta"):
-        network = mlp(entry.inputs, recipe.hidden, entry.outputs)
+        network = recipe.setup().model().build(entry.inputs, entry.image, outputs)
     parameters = sum(p.numel() for p in network.parameters())
     memory = recipe.memory_per_task
-    return Sizes(parameters, recipe.batch_size, sum(recipe.hidden), memory, tasks * memory, tasks, entry.inputs)
+    hidden = sum(recipe.hidden) if entry.image is None or recipe.network == "mlp" else _feature_maps(network, entry.image)
+    return Sizes(parameters, recipe.batch_size, hidden, memory, tasks * memory, tasks, entry.inputs)
+
+
+def _feature_maps(network: nn.Module, image: tuple[int, int, int]) -> int:
+    made: list[int] = []
+    for part in network.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.register_forward_hook(lambda _, __, out: made.append(out.numel()))
+    height, width, channels = image
+    network.eval()(torch.empty(1, channels, height, width, device="meta"))
+    return sum(made)
 
 
 def formula(terms: Mapping[str, int], size: Sizes) -> Formula:

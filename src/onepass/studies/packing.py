@@ -20,7 +20,6 @@ from onepass.errors import InputError
 from onepass.learners import method
 from onepass.protocol import Run, assemble, grid_points
 from onepass.streams.base import TASKS, Part, Stream
-from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed
 from onepass.studies.recipe import Recipe
 
@@ -94,8 +93,7 @@ def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
     feed, fleet, learner = assemble(stream, part, method(name), [run], recipe.setup(), options)
     batch = next(feed.batches(0))
     largest = learner.largest_batch(recipe.batch_size)
-    repeated = torch.arange(largest) % batch.x.shape[1]
-    activations = _activations(fleet.architecture.module, lambda: fleet.forward(Batch(batch.x[:, repeated], batch.slots[:, repeated])))
+    activations = largest * _activations(fleet.architecture.module, lambda: fleet.forward(batch.piece(0, 1)))
     examples = learner.examples_held() * batch.x[0, 0].nbytes
     passes = 3  # forward, backward, and what both hold meanwhile
     return int(learner.peak_bytes(feed.tasks) + examples + passes * activations)

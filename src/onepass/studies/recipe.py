@@ -14,7 +14,10 @@ from onepass.engine.gradients import Mode
 from onepass.errors import InputError, unknown
 from onepass.learners import METHODS, method
 from onepass.memory import Policy
-from onepass.models.mlp import Initialisation
+from onepass.models import Kind
+from onepass.models.initial import Initialisation
+from onepass.models.norm import Constants
+from onepass.models.resnet import Stem
 from onepass.protocol import Setup
 from onepass.streams import STREAMS, stream
 
@@ -91,7 +94,10 @@ class Recipe(BaseModel):
     methods: list[str]
     seeds: Count = 5
     cv_seeds: Count = 1
+    network: Kind = "mlp"
     hidden: list[Count] = [256, 256]
+    stem: Stem = "3x3"
+    batch_norm: Constants = "torch"
     initialisation: Initialisation = "normal"
     batch_size: Count = 10
     memory_per_task: Count = 250
@@ -115,6 +121,7 @@ class Recipe(BaseModel):
         if not self.methods:
             raise InputError("a study needs at least one method")
         self.make_stream_options()
+        self.setup().model().check(stream(self.stream).image)
         for name in self.methods:
             expected = set(method(name).hyperparameters)
             if method(name).learner.needs_own_classes and not stream(self.stream).own_classes:

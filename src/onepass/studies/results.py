@@ -51,7 +51,11 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
     if not found.joined:
         del shared["union_softmax"]
     stream_options, options = asdict(recipe.make_stream_options()), asdict(recipe.method_options(name))
-    newer = ((shared, "tf32", True), (shared, "initialisation", "normal"), (stream_options, "leaking", False), (options, "lateral_biases", False))
+    newer = (
+        *((shared, name, value) for name, value in (("tf32", True), ("initialisation", "normal"))),
+        *((shared, name, value) for name, value in (("network", "mlp"), ("stem", "3x3"), ("batch_norm", "torch"))),
+        *((stream_options, "leaking", False), (options, "lateral_biases", False)),
+    )
     for settings, key, usual in newer:
         if settings.get(key) == usual:  # units of studies that are older than the choice do not have it
             del settings[key]
