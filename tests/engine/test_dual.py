@@ -194,13 +194,16 @@ def test_a_run_with_a_number_that_is_not_finite_is_not_solved(wrong: float) -> N
 
 def test_the_rule_of_the_least_index_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (3, 16, 40):
+        gram = batch(n)[0]
         expected, _ = solve(*batch(n))
         with monkeypatch.context() as patched:
             patched.setattr(dual, "PATIENCE", 0)
             patched.setattr(dual, "MOST", 10**6)
             found, ended = solve(*batch(n))
         assert ended.all()
-        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+        # Of almost dependent constraints the multipliers may differ by more than what they make.
+        assert torch.allclose((gram @ found[..., None]), (gram @ expected[..., None]), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_with_too_many_exchanges_or_no_gram_matrix_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from live_wrapper import (
     MODULES,
     Flat,
     Half,
-    equal,
+    alike,
     plainly,
     pure,
     sgd,
@@ -33,7 +33,7 @@ def test_van_is_the_plain_loop_for_any_module(build: Callable[[], nn.Module]) ->
     learner = OnePass(module, "van", learning_rate=0.1)
     losses = [learner.observe(x, y) for x, y in stream()]
     assert losses == pytest.approx(plainly(twin, sgd(twin.parameters()), stream()), rel=1e-6)
-    assert equal(module, twin)
+    assert alike(module, twin)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -61,7 +61,7 @@ def test_van_is_the_plain_loop_for_any_optimizer(name: str, build: Callable[[], 
     for x, y in stream():
         learner.observe(x, y)
     plainly(twin, OPTIMIZERS[name](twin.parameters()), stream())
-    assert equal(module, twin)
+    assert alike(module, twin)
     assert all(p.grad is None for p in module.parameters())
 
 
@@ -80,7 +80,7 @@ def test_learning_rates_of_groups_and_a_schedule_are_those_of_the_plain_loop() -
         schedule.step()
         plainly(twin, plain, [(x, y)])
         other.step()
-    assert equal(module, twin)
+    assert alike(module, twin)
 
 
 def test_an_optimizer_of_some_parameters_moves_only_these() -> None:
@@ -90,7 +90,7 @@ def test_an_optimizer_of_some_parameters_moves_only_these() -> None:
     for x, y in stream():
         learner.observe(x, y)
     plainly(twin, torch.optim.Adam(twin.fc.parameters(), lr=0.01), stream())
-    assert equal(module, twin)
+    assert alike(module, twin)
 
 
 def test_van_is_the_plain_loop_for_a_loss_of_ones_own() -> None:
@@ -100,7 +100,7 @@ def test_van_is_the_plain_loop_for_a_loss_of_ones_own() -> None:
     learner = OnePass(module, "van", learning_rate=0.1, loss=mse_loss)
     losses = [learner.observe(x, y) for x, y in data]
     assert losses == pytest.approx(plainly(twin, sgd(twin.parameters()), data, mse_loss), rel=1e-6)
-    assert equal(module, twin)
+    assert alike(module, twin)
 
 
 def test_outputs_may_be_of_any_kind_for_a_loss_of_ones_own() -> None:
@@ -122,7 +122,7 @@ def test_outputs_may_be_of_any_kind_for_a_loss_of_ones_own() -> None:
     for x, y in data:
         learner.observe(x, y)
     plainly(twin, sgd(twin.parameters()), data, likelihood)
-    assert equal(module, twin)
+    assert alike(module, twin)
     answer = learner.predict(data[0][0])
     assert torch.equal(answer["mean"], twin.eval()(data[0][0])["mean"])  # type: ignore[call-overload]
 
@@ -136,7 +136,7 @@ def test_van_is_the_plain_loop_in_double_precision(build: Callable[[], nn.Module
     for x, y in data:
         learner.observe(x, y)
     plainly(twin, sgd(twin.parameters()), data)
-    assert equal(module, twin)
+    assert alike(module, twin)
 
 
 def test_a_module_in_half_precision_learns_while_its_gradient_is_finite() -> None:
@@ -159,4 +159,4 @@ def test_batches_may_have_any_size() -> None:
     for x, y in data:
         learner.observe(x, y)
     plainly(twin, sgd(twin.parameters()), data)
-    assert equal(module, twin)
+    assert alike(module, twin)
