@@ -27,6 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onepass.engine import gpu
+
 Array = NDArray[np.float64]
 
 # Powers of two, which a kernel has as they are: it rounds its constants to float32.
@@ -68,11 +70,7 @@ def solve(gram: Tensor, products: Tensor, margin: Tensor, ridge: float = 0.0, no
 
 def available(n: int = 1) -> bool:
     """Whether the problems of `n` constraints that are on a GPU are solved there."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return n <= max(WARPS)
+    return n <= max(WARPS) and gpu.has_triton()
 
 
 def _on_host(matrices: Tensor, starts: Tensor, noise: float) -> tuple[Tensor, Tensor]:

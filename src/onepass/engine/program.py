@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from onepass.engine import gpu
+from onepass.engine.gpu.fusing import fuse
+
 aten = torch.ops.aten
 _WITH_OUT = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.detach.default, aten.alias.default}
@@ -44,6 +47,8 @@ def trace(
     on_gpu = arguments[0].is_cuda if on_gpu is None else on_gpu
     if on_gpu:
         _add_in_products(graph)
+        if gpu.has_triton() or not arguments[0].is_cuda:
+            fuse(graph)
     result = next(node for node in graph.nodes if node.op == "output")
     gradients, loss = result.args[0]
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]

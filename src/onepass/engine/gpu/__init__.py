@@ -1,0 +1,35 @@
+"""Kernels of our own (Triton) for what torch's take long over on a GPU, as operations of torch, and how they get into a program."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def has_triton() -> bool:
+    """It comes with torch for CUDA."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def by_kernels(x: Tensor) -> bool:
+    """On a CPU the same operations are written with torch's."""
+    return x.is_cuda
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels start on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def tile_width(channels: int) -> int:
+    """Channels of a tile: of the widths that waste least the largest."""
+    return min((64, 32, 16), key=lambda width: -(-channels // width) * width)

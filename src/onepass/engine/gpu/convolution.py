@@ -1,0 +1,76 @@
+"""Convolutions of many images with few channels, channels last, and their gradients.
+
+As a product of matrices a convolution has rows for pixels and as many columns as there are channels. cuDNN's kernels for such narrow ones take
+several times as long as the bytes do. Sums are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from onepass.engine import gpu
+
+LAST = torch.channels_last
+ROWS, INNER = 128, 32  # a tile of pixels by (tap, channel)
+WEIGHT_ROWS, WEIGHT_INNER = 64, 64  # the same for the gradient by the weights
+PROGRAMS = 264  # that share the pixels there
+
+
+@torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding, bool turned) -> Tensor")
+def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool) -> Tensor:
+    """The convolution of `x` with square weights `[K, C, side, side]`.
+
+    With `turned`, its weights are turned round, and their first two dimensions exchanged: with padding `side − 1 − p` that is the gradient by the
+    inputs of a convolution with padding `p` and stride 1.
+    """
+    if not gpu.by_kernels(x):
+        weight = weight.flip(2, 3).transpose(0, 1) if turned else weight
+        return torch.conv2d(x, weight, stride=stride, padding=padding).contiguous(memory_format=LAST)
+    x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
+    side, outputs = weight.shape[2], weight.shape[1 if turned else 0]
+    height, width = ((n + 2 * padding - side) // stride + 1 for n in x.shape[2:])
+    out = torch.empty((len(x), outputs, height, width), device=x.device, dtype=x.dtype, memory_format=LAST)
+    pixels, wide = len(x) * height * width, gpu.tile_width(outputs)
+    with gpu.device_of(x):
+        _kernels().convolve[(-(-pixels // ROWS), -(-outputs // wide))](
+            x, weight, out, pixels, **_sizes(x, out), SIDE=side, STRIDE=stride, PAD=padding, TURNED=turned,
+            ROWS=ROWS, INNER=INNER, WIDE=wide, PRECISION=_precision(), num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("onepass::convolve_weights", mutates_args=(), schema="(Tensor g, Tensor x, int side, int stride, int padding) -> Tensor")
+def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int) -> Tensor:
+    """The gradient by the weights, `[K, C, side, side]`, where `g` is that by the output."""
+    if not gpu.by_kernels(x):
+        shape = (g.shape[1], x.shape[1], side, side)
+        found: Tensor = conv2d_weight(x, shape, g, stride, padding)  # type: ignore[no-untyped-call]
+        return found.contiguous(memory_format=LAST)
+    g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
+    inputs, outputs, pixels = x.shape[1], g.shape[1], g.numel() // g.shape[1]
+    programs, wide = min(PROGRAMS, -(-pixels // WEIGHT_ROWS)), gpu.tile_width(outputs)
+    parts = torch.empty((programs, outputs, side, side, inputs), device=x.device, dtype=x.dtype)
+    with gpu.device_of(x):
+        _kernels().weights[(programs, -(-side * side * inputs // WEIGHT_INNER), -(-outputs // wide))](
+            x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding,
+            ROWS=WEIGHT_ROWS, INNER=WEIGHT_INNER, WIDE=wide, PRECISION=_precision(), num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return parts.sum(0).permute(0, 3, 1, 2)
+
+
+def _sizes(x: Tensor, out: Tensor) -> dict[str, int]:
+    return {"C": x.shape[1], "H": x.shape[2], "W": x.shape[3], "K": out.shape[1], "HEIGHT": out.shape[2], "WIDTH": out.shape[3]}
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _kernels() -> Any:
+    from onepass.engine.gpu import convolution_kernels
+
+    return convolution_kernels

@@ -1,0 +1,157 @@
+"""Which operations of a program become kernels of our own."""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from onepass.engine.gpu.convolution import convolve, convolve_weights
+from onepass.engine.gpu.norm import norm, norm_backward
+
+aten = torch.ops.aten
+MANY = 50_000  # pixels of a convolution's output: below, what cuDNN has is as good
+NARROW = 64  # channels: above, too
+
+# The places of weight, bias, running mean and variance, `training`, share and ε in the arguments; the input comes first.
+_NORMS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default}
+# The places of the gradient, the input and the batch's mean.
+_BACKWARDS: dict[Any, tuple[int, int, int]] = {aten.native_batch_norm_backward.default: (0, 1, 5), aten.cudnn_batch_norm_backward.default: (1, 0, 5)}
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Batch-norm takes in the sum and the ReLU behind it, and their derivatives; large convolutions with few channels are ours."""
+    for node in list(graph.nodes):
+        if node.target in _NORMS:
+            _forward(graph, node)
+    for node in list(graph.nodes):
+        if node.target in _BACKWARDS:
+            _backward(graph, node)
+        elif node.target == aten.convolution.default and _ours(node, node):
+            _convolve(graph, node)
+        elif node.target == aten.convolution_backward.default and _ours(node, node.args[0]):
+            _convolve_backward(graph, node)
+
+
+def _forward(graph: fx.Graph, node: fx.Node) -> None:
+    x, weight, bias, mean, variance, training, share, eps = _arguments(node)
+    items = _items(node)
+    if training is not True or weight is None or bias is None or not _is_dense(x) or 0 not in items:
+        return
+    shortcut, relu, total = None, _only_user(items[0], aten.relu.default), _only_user(items[0], aten.add.Tensor)
+    if total is not None and not total.kwargs and _only_user(total, aten.relu.default):
+        other = next((part for part in total.args if part is not items[0]), None)
+        if isinstance(other, fx.Node) and other < node and _shape(other) == _shape(x):
+            shortcut, relu = other, _only_user(total, aten.relu.default)
+    with graph.inserting_before(node):
+        made = graph.call_function(norm._opoverload, (x, weight, bias, shortcut, mean, variance, share, eps, relu is not None))
+        new = [_item(graph, made, number, items.get(number)) for number in range(3)]
+    for number in items.keys() & {0, 1, 2}:
+        items[number].replace_all_uses_with(new[number])
+    if relu is not None:
+        relu.replace_all_uses_with(new[0])
+    _erase(graph, relu, total if shortcut is not None else None, *items.values(), node)
+
+
+def _backward(graph: fx.Graph, node: fx.Node) -> None:
+    g, x, mean = (_arguments(node)[place] for place in _BACKWARDS[node.target])
+    forward = mean.args[0] if mean.target == getitem else None
+    if forward is None or forward.target != norm._opoverload:
+        return
+    _, weight, bias, shortcut, *_, relu = forward.args
+    found, items = _items(forward), _items(node)
+    masked = total = more = out = None
+    if g.target == aten.threshold_backward.default and g.args[2] == 0 and _shape(g.args[1]) == _shape(x) and not any(user < node for user in g.users):
+        masked = g
+        g, out, _ = _arguments(masked)
+        if relu and shortcut is None and out is found[0]:
+            out = None  # the input tells it, which is read anyway
+        if g.target == aten.add.Tensor and not g.kwargs and len(g.users) == 1 and all(_shape(part) == _shape(x) for part in g.args):
+            total, (g, more) = g, g.args
+    keep = masked is not None and len(masked.users) > 1
+    with graph.inserting_before(node):
+        arguments = (g, more, x, weight, bias, found[1], found[2], out, masked is not None, keep)
+        made = graph.call_function(norm_backward._opoverload, arguments)
+        new = [_item(graph, made, number, items.get(number, masked)) for number in range(4)]
+    for number, item in items.items():
+        item.replace_all_uses_with(new[number])
+    _erase(graph, *items.values(), node)
+    if masked is not None:
+        masked.replace_all_uses_with(new[3])
+    _erase(graph, masked, total)
+
+
+def _convolve(graph: fx.Graph, node: fx.Node) -> None:
+    x, weight, _, stride, padding, *_ = _arguments(node)
+    with graph.inserting_before(node):
+        made = graph.call_function(convolve._opoverload, (x, weight, stride[0], padding[0], False))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    _erase(graph, node)
+
+
+def _convolve_backward(graph: fx.Graph, node: fx.Node) -> None:
+    g, x, weight, _, (stride, _), (padding, _), *_, wanted = _arguments(node)
+    side, items = _shape(weight)[2], _items(node)
+    with graph.inserting_before(node):
+        made = {1: graph.call_function(convolve_weights._opoverload, (g, x, side, stride, padding))}
+        if wanted[0] and stride == 1:
+            made[0] = graph.call_function(convolve._opoverload, (g, weight, 1, side - 1 - padding, True))
+    for number, ours in made.items():
+        ours.meta = dict(items[number].meta)
+        items[number].replace_all_uses_with(ours)
+    node.update_arg(len(node.args) - 1, [wanted[0] and stride != 1, False, False])
+    _erase(graph, *items.values(), node)
+
+
+def _ours(node: fx.Node, out: Any) -> bool:
+    """Is this convolution, or that of this backward pass, one of those that our kernels do?"""
+    backward = node.target == aten.convolution_backward.default
+    x, weight, bias = (*_arguments(node)[1:3], None) if backward else _arguments(node)[:3]
+    stride, padding, dilation, transposed, _, groups = _arguments(node)[4:10] if backward else _arguments(node)[3:9]
+    if bias is not None or transposed or groups != 1 or not _is_dense(x) or not _is_dense(out):
+        return False
+    outputs, inputs, side, _ = _shape(weight)
+    plain = side in (1, 3) and [*_shape(weight)[2:], *dilation, *stride, *padding] == [side, side, 1, 1, stride[0], stride[0], padding[0], padding[0]]
+    large = _shape(out).numel() // outputs >= MANY and max(inputs, outputs) <= NARROW
+    return plain and large and (not backward or node.args[-1][1:] == [True, False])  # type: ignore[index]
+
+
+def _arguments(node: fx.Node) -> Any:
+    return node.args
+
+
+def _shape(node: Any) -> Any:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _is_dense(x: Any) -> bool:
+    """Are these images of float32 that lie channels last?"""
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype != torch.float32 or value.numel() >= 2**31:
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last)
+
+
+def _items(node: fx.Node) -> dict[int, fx.Node]:
+    return {_arguments(user)[1]: user for user in node.users if user.target == getitem}
+
+
+def _item(graph: fx.Graph, made: fx.Node, number: int, like: fx.Node | None) -> fx.Node:
+    item = graph.call_function(getitem, (made, number))
+    if like is not None:
+        item.meta = dict(like.meta)
+    return item
+
+
+def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
+    return next((user for user in node.users if len(node.users) == 1 and user.target == target), None)
+
+
+def _erase(graph: fx.Graph, *nodes: fx.Node | None) -> None:
+    for node in nodes:
+        if node is not None and not node.users:
+            graph.erase_node(node)

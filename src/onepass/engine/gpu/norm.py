@@ -1,0 +1,149 @@
+"""Batch-norm with what surrounds it (the sum with a shortcut, ReLU, and their derivatives) in one operation, for images that lie channels last.
+
+On a GPU batch-norm, sum and ReLU do little with every number that they read, so bytes are what counts. With `x` `[M, C]`, a row a pixel:
+
+    out = f(γ (x − m) / √(v + ε) + β + shortcut),   f = ReLU or nothing, m and v the mean and variance of the columns
+    z = (g + more) f'(out),   ∂γ = Σ z x̂,   ∂β = Σ z,   ∂x = γ / √(v + ε) (z − Σz / M − x̂ Σ(z x̂) / M),   x̂ = (x − m) / √(v + ε)
+
+are two kernels each way, one that sums and one that writes, or one where a few columns fit into the registers of one multiprocessor. Sums
+are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.engine import gpu
+
+SMALL = 4096  # rows that one kernel does alone
+TILE, MOST = 2048, 1024  # numbers of a tile, and programs
+PARTS = 128  # sums of programs that whoever wants to know adds up; more are added up by a kernel of their own
+LAST = torch.channels_last
+
+
+@torch.library.custom_op(
+    "onepass::norm",
+    mutates_args=("running_mean", "running_var"),
+    schema="(Tensor x, Tensor weight, Tensor bias, Tensor? shortcut, Tensor(a!)? running_mean, Tensor(b!)? running_var, float share, float eps,"
+    " bool relu) -> (Tensor, Tensor, Tensor)",
+)
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    shortcut: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    share: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, `m` and `1 / √(v + ε)`. Running statistics, if given, move: `r ← (1 − share) r + share b`, where `b` is `m` or `v M / (M − 1)`."""
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    if not gpu.by_kernels(x):
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        inverse = (variance + eps).rsqrt()
+        out = _wide(inverse * weight) * (x - _wide(mean)) + _wide(bias) + (0 if shortcut is None else shortcut)
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean, share)
+            running_var.lerp_(variance * rows / (rows - 1), share)
+        return (out.relu() if relu else out).contiguous(memory_format=LAST), mean, inverse
+    x, shortcut = x.contiguous(memory_format=LAST), None if shortcut is None else shortcut.contiguous(memory_format=LAST)
+    out, mean, inverse = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    plan, kernels = _Plan(rows, channels), _kernels()
+    how = {"RELU": relu, "ADDS": shortcut is not None, "MOVES": running_mean is not None}
+    rest = out, mean, inverse, running_mean, running_var, share, eps, rows
+    with gpu.device_of(x):
+        if plan.alone:
+            kernels.alone[(plan.blocks,)](x, shortcut, weight, bias, *rest, **plan.fixed, **how)
+            return out, mean, inverse
+        sums = x.new_empty(plan.parts, 2, channels)
+        kernels.moments[(plan.parts, plan.blocks)](x, sums, rows, **plan.fixed)
+        parts = _total(sums, plan)
+        kernels.normalise[(plan.parts, plan.blocks)](x, shortcut, weight, bias, *rest, sums, parts, PARTS=PARTS, **plan.fixed, **how)
+    return out, mean, inverse
+
+
+@torch.library.custom_op(
+    "onepass::norm_backward",
+    mutates_args=(),
+    schema="(Tensor g, Tensor? more, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor inverse, Tensor? out, bool relu, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def norm_backward(
+    g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, out: Tensor | None, relu: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`∂x`, `∂γ`, `∂β` and, with `keep`, `z`. Where `relu`, `out` tells its derivative, or, if there was no shortcut, `x` does."""
+    if not gpu.by_kernels(x):
+        hat = (x - _wide(mean)) * _wide(inverse)
+        z = g if more is None else g + more
+        if relu:
+            z = z * ((_wide(weight) * hat + _wide(bias) if out is None else out) > 0)
+        ones, products = z.sum((0, 2, 3)), (z * hat).sum((0, 2, 3))
+        count = x.numel() // x.shape[1]
+        gx = _wide(weight * inverse) * (z - _wide(ones / count) - hat * _wide(products / count))
+        return gx.contiguous(memory_format=LAST), products, ones, z.contiguous(memory_format=LAST).clone() if keep else z.new_empty(0)
+    g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
+    more, out = (None if t is None else t.contiguous(memory_format=LAST) for t in (more, out))
+    rows, channels, gx = x.numel() // x.shape[1], x.shape[1], torch.empty_like(x)
+    z = torch.empty_like(x) if keep else x.new_empty(0)
+    gw, gb = torch.empty_like(weight), torch.empty_like(weight)
+    plan, kernels = _Plan(rows, channels), _kernels()
+    how = {"RELU": relu, "BY_OUT": out is not None, "MORE": more is not None}
+    with gpu.device_of(x):
+        if plan.alone:
+            kernels.alone_backward[(plan.blocks,)](g, more, x, weight, bias, mean, inverse, out, gx, gw, gb, z, rows, KEEP=keep, **plan.fixed, **how)
+            return gx, gw, gb, z
+        sums = x.new_empty(plan.parts, 2, channels)
+        kernels.products[(plan.parts, plan.blocks)](g, more, x, weight, bias, mean, inverse, out, z, sums, rows, KEEP=keep, **plan.fixed, **how)
+        parts = _total(sums, plan)
+        if keep:
+            g, more, out, how = z, None, None, dict.fromkeys(how, False)
+        kernels.spread[(plan.parts, plan.blocks)](
+            g, more, x, weight, bias, mean, inverse, out, sums, gx, gw, gb, rows, parts, PARTS=PARTS, **plan.fixed, **how
+        )
+    return gx, gw, gb, z
+
+
+@cache
+class _Plan:
+    """How the kernels share the work: `wide` columns and `rows` rows a tile, `parts` programs."""
+
+    def __init__(self, rows: int, channels: int) -> None:
+        self.alone = rows <= SMALL
+        if self.alone:
+            self.rows = max(16, _power(rows))
+            self.wide = max(4, min(4 * SMALL // self.rows, _power(channels), 32))
+            self.warps = max(4, min(16, self.rows * self.wide // 1024))
+        else:
+            self.wide = gpu.tile_width(channels)
+            self.rows, self.warps = TILE // self.wide, 4
+        self.blocks, tiles = -(-channels // self.wide), -(-rows // self.rows)
+        self.parts = min(tiles, MOST)
+        self.fixed = {"C": channels, "ROWS": self.rows, "WIDE": self.wide, "num_warps": self.warps}
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _wide(column: Tensor) -> Tensor:
+    return column[:, None, None]
+
+
+def _total(sums: Tensor, plan: _Plan) -> int:
+    """How many parts of the sums are left: many are added up once, few by whoever wants to know."""
+    if plan.parts <= PARTS:
+        return plan.parts
+    _kernels().total[(plan.blocks,)](sums, plan.parts, C=sums.shape[2], WIDE=plan.wide, PARTS=PARTS)
+    return 1
+
+
+def _kernels() -> Any:
+    from onepass.engine.gpu import norm_kernels
+
+    return norm_kernels

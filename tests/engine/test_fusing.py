@@ -1,0 +1,154 @@
+"""Programs with operations of our own: what becomes one, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from onepass.engine.architecture import Architecture
+from onepass.engine.gpu import fusing
+from onepass.engine.gradients import _Row
+from onepass.engine.program import trace
+from onepass.models.norm import BatchNorm
+from onepass.models.resnet import ResNet
+
+CLASSES, IMAGES = 6, 5
+
+
+def loss(outputs: Tensor, slots: Tensor, _: object) -> Tensor:
+    return functional.cross_entropy(outputs.flatten(1)[:, :CLASSES], slots)
+
+
+def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
+    """The program of a gradient of the module as for a GPU, after it was compared with autograd, and how often it has which operation."""
+    torch.manual_seed(1)
+    architecture, buffers = Architecture(module, lambda x: x, channels_last=True), dict(module.named_buffers())
+    row = _Row(architecture, loss, tuple(buffers), False, ())
+    x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    arguments = [*architecture.views(architecture.flatten(module)), *buffers.values(), x, torch.arange(IMAGES)]
+    found = architecture.views(torch.zeros(architecture.width))
+    made = trace(row, row.safe(arguments), found, on_gpu=True)
+    mine, truth = row.safe(arguments), row.safe(arguments)
+    value = made(*mine, *found)
+    expected, value_expected = row.autograd(truth)
+    assert torch.allclose(value, value_expected, atol=1e-5)
+    for one, other in zip([*found, *mine], [*expected, *truth], strict=True):
+        assert torch.allclose(one, other, atol=2e-5 * max(1.0, float(other.abs().max())))
+    names = [str(getattr(node.target, "__name__", node.target)) for node in made.graph.nodes if node.op == "call_function"]
+    return made, {name: names.count(name) for name in names}
+
+
+@pytest.mark.parametrize("constants", ["torch", "authors"])
+def test_batch_norm_of_a_residual_network_takes_in_sums_and_relus_and_their_derivatives(constants: str) -> None:
+    _, count = program(ResNet(4, CLASSES, (2, 2), 4, batch_norm=constants).train())  # type: ignore[arg-type]
+    assert count["norm.default"] == count["norm_backward.default"] == 10
+    assert not count.keys() & {"relu.default", "threshold_backward.default", "add.Tensor", "native_batch_norm.default"}
+
+
+def test_large_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = ResNet(4, CLASSES, (2, 2), 4).train()
+    _, few = program(deepcopy(net))
+    assert "convolve.default" not in few
+    monkeypatch.setattr(fusing, "MANY", 0)
+    _, all_ = program(deepcopy(net))
+    assert (all_["convolve.default"], all_["convolve_weights.default"]) == (10 + 7, 10)  # the gradient by the inputs is ours where the stride is 1
+    assert "convolution.default" not in all_
+    assert all_["convolution_backward.default"] == 2
+    monkeypatch.setattr(fusing, "NARROW", 4)
+    _, narrow = program(deepcopy(net))
+    assert narrow["convolve_weights.default"] == 5
+    monkeypatch.setattr(fusing, "MANY", IMAGES * 8 * 8)
+    assert program(deepcopy(net))[1] == narrow
+    monkeypatch.setattr(fusing, "MANY", IMAGES * 8 * 8 + 1)
+    assert "convolve.default" not in program(deepcopy(net))[1]
+
+
+class Odd(nn.Module):
+    """Two layers of convolution and batch-norm, and what a function does behind them."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor], Tensor], **options: object) -> None:
+        super().__init__()
+        self.conv, self.twin = (nn.Conv2d(4, 4, 3, padding=1, **options) for _ in range(2))  # type: ignore[arg-type]
+        self.norm, self.other, self.then = BatchNorm(4), nn.BatchNorm2d(4), then
+        self.fc = nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.fc(self.then(self.norm(self.conv(x)), self.other(self.twin(x))).flatten(1))
+        return answer
+
+
+def odd(then: Callable[[Tensor, Tensor], Tensor], **options: object) -> Odd:
+    net = Odd(then, **options)
+    net(torch.randn(2, 4, 8, 8))
+    return net.train()
+
+
+THEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, int]]] = {
+    "a sum without relu": (lambda a, b: a + b, {"norm.default": 2}),
+    "a relu of a sum": (lambda a, b: (a + b).relu(), {"norm.default": 2, "norm_backward.default": 2}),
+    "a sum that is used twice": (lambda a, b: (a + b).relu() * (a + b), {"norm.default": 2, "relu.default": 1}),
+    "a relu beside the sum": (lambda a, b: a.relu() + b, {"norm.default": 2, "add.Tensor": 1}),
+    "a norm that is used twice": (lambda a, b: a.relu() + a * b.relu(), {"norm.default": 2, "relu.default": 1}),
+    "a relu that is used twice": (lambda a, b: a.relu() * a.relu() + b.relu(), {"norm.default": 2}),
+    "a norm added to itself": (lambda a, b: (a + a).relu() + b, {"norm.default": 2, "relu.default": 1}),
+    "a sum with a factor": (lambda a, b: torch.add(a, b, alpha=2).relu(), {"norm.default": 2, "relu.default": 1}),
+    "a sum with a number": (lambda a, b: (a + 1).relu() + b, {"norm.default": 2, "relu.default": 1}),
+    "a sum with a row": (lambda a, b: (a + b[:1]).relu(), {"norm.default": 2, "relu.default": 1}),
+    "another activation": (lambda a, b: torch.nn.functional.leaky_relu(a) + torch.tanh(b), {"norm.default": 2}),
+    "a relu of a relu": (lambda a, b: a.relu().relu() + b, {"norm.default": 2}),
+    "one behind the other": (lambda a, b: (a.relu() + b).relu(), {"norm.default": 2}),
+    "written over": (lambda a, b: a.relu_() + b, {}),
+    "a clamp": (lambda a, b: a.clamp(min=0.5) + nn.functional.threshold(b, 0.2, 0), {"norm.default": 2, "threshold_backward.default": 1}),
+}
+
+
+@pytest.mark.parametrize("name", THEN)
+def test_whatever_comes_behind_batch_norm_the_program_computes_it(name: str) -> None:
+    then, expected = THEN[name]
+    _, count = program(odd(then))
+    assert {key: count.get(key, 0) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"groups": 2}, {"dilation": 2, "padding": 2}, {"stride": 2}, {"stride": (1, 2)}, {"padding": 0}],
+    ids=str,
+)
+def test_whatever_the_convolution_is_like_the_program_computes_it(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "MANY", 0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, **({"kernel_size": 3, "padding": 1, "bias": False} | options))  # type: ignore[arg-type]
+            self.fc = nn.LazyLinear(CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            answer: Tensor = self.fc(self.conv(self.conv(x)).flatten(1))
+            return answer
+
+    net = Net()
+    net(torch.randn(2, 4, 8, 8))
+    _, count = program(net.train())
+    plain = options.keys() & {"stride", "padding"} == options.keys() and options.get("stride") != (1, 2)
+    assert ("convolve.default" in count) == plain
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(4, affine=False), lambda: nn.BatchNorm2d(4).eval()])
+def test_batch_norm_without_weights_or_by_running_statistics_is_left_alone(norm: Callable[[], nn.Module]) -> None:
+    net = odd(lambda a, _: a.relu())
+    net.norm = norm()  # type: ignore[assignment]
+    program(net)
+
+
+def test_images_that_do_not_lie_channels_last_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "MANY", 0)
+    net = nn.Sequential(
+        nn.ReLU(), nn.Flatten(), nn.Unflatten(1, (4, 8, 8)), nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6)
+    )
+    program(net.train())

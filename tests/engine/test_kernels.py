@@ -1,0 +1,113 @@
+"""Our kernels against plain torch in float64: on a GPU, or anywhere by Triton's interpreter (`TRITON_INTERPRET=1`, with Triton installed)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onepass.engine import gpu
+from onepass.engine.gpu import norm as norms
+from onepass.engine.gpu.convolution import convolve, convolve_weights
+from onepass.engine.gpu.norm import norm, norm_backward
+from onepass.engine.precision import products
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "by_kernels", lambda _: True)
+
+
+def images(*shape: int, around: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device=DEVICE) + around).contiguous(memory_format=torch.channels_last)
+
+
+def close(found: Tensor, expected: Tensor, error: float = 2e-6) -> bool:
+    return float((found.double() - expected).norm()) <= error * float(expected.norm()) + 1e-9
+
+
+SHAPES = [(3, 20, 5, 5), (2, 40, 3, 3), (7, 80, 4, 4), (2, 160, 2, 2), (1, 3, 4, 4), (5, 20, 32, 32), (5, 7, 30, 31)]
+
+
+@pytest.mark.parametrize("parts", [128, 16], ids=["few sums", "many sums"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("relu", "adds", "by_out"), [(False, False, False), (True, False, False), (True, False, True), (True, True, True), (False, True, False)]
+)
+@pytest.mark.parametrize("more", [False, True], ids=["one gradient", "two gradients"])
+def test_batch_norm_and_what_surrounds_it_and_its_gradient(
+    shape: tuple[int, ...], relu: bool, adds: bool, by_out: bool, more: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms, "PARTS", parts)
+    torch.manual_seed(0)
+    channels = shape[1]
+    x, g, extra = images(*shape, around=5), images(*shape), images(*shape) if more else None
+    shortcut = images(*shape) if adds else None
+    weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.randn(channels, device=DEVICE)
+    running = torch.randn(channels, device=DEVICE), torch.rand(channels, device=DEVICE)
+    exact = [t.double() for t in running]
+
+    a, w, b = (t.double().requires_grad_() for t in (x, weight, bias))
+    y = functional.batch_norm(a, exact[0], exact[1], w, b, True, 0.1, 1e-3) + (0 if shortcut is None else shortcut.double())
+
+    out, mean, inverse = norm(x, weight, bias, shortcut, *running, 0.1, 1e-3, relu)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert close(out, y.relu().detach() if relu else y.detach())
+    assert close(mean, a.detach().mean((0, 2, 3)))
+    assert close(inverse, (a.detach().var((0, 2, 3), correction=0) + 1e-3).rsqrt(), 1e-5)
+    assert close(running[0], exact[0])
+    assert close(running[1], exact[1], 1e-5)
+
+    z = (g.double() + (0 if extra is None else extra.double())) * (out > 0 if relu else 1)  # float64 may have another sign next to zero
+    expected = torch.autograd.grad(y, (a, w, b), z)
+    for keep in (False, True):
+        *found, kept = norm_backward(g, extra, x, weight, bias, mean, inverse, out if by_out else None, relu, keep)
+        assert all(close(one, other, 2e-5) for one, other in zip(found, expected, strict=True))
+        assert close(kept, z) if keep else kept.numel() == 0
+
+
+def test_batch_norm_without_running_statistics_moves_none() -> None:
+    for shape in SHAPES[:2] + SHAPES[5:]:
+        x = images(*shape)
+        weight, bias = torch.rand(shape[1], device=DEVICE), torch.randn(shape[1], device=DEVICE)
+        out, *_ = norm(x, weight, bias, None, None, None, 0.1, 1e-5, True)
+        assert close(out, functional.batch_norm(x.double(), None, None, weight.double(), bias.double(), True).relu())
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["float32", "TF32"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "stride", "side"),
+    [
+        (20, 20, 8, 1, 3),
+        (3, 20, 8, 1, 3),
+        (20, 40, 8, 2, 3),
+        (20, 40, 8, 2, 1),
+        (40, 40, 4, 1, 3),
+        (80, 80, 4, 1, 3),
+        (20, 20, 9, 2, 3),
+        (5, 7, 5, 1, 1),
+    ],
+)
+def test_convolutions_and_their_gradients(inputs: int, outputs: int, size: int, stride: int, side: int, exact: bool) -> None:
+    torch.manual_seed(0)
+    x, w, padding = images(7, inputs, size, size), images(outputs, inputs, side, side), side // 2
+    a, b = (t.double().requires_grad_() for t in (x, w))
+    y = torch.conv2d(a, b, stride=stride, padding=padding)
+    g = images(*y.shape)
+    by_inputs, by_weights = torch.autograd.grad(y, (a, b), g.double())
+    with products(DEVICE, tf32=not exact):
+        found = {"outputs": convolve(x, w, stride, padding, False), "weights": convolve_weights(g, x, side, stride, padding)}
+        if stride == 1:
+            found["inputs"] = convolve(g, w, 1, side - 1 - padding, True)
+    expected = {"outputs": y.detach(), "weights": by_weights, "inputs": by_inputs}
+    for name, value in found.items():
+        assert value.shape == expected[name].shape
+        assert value.is_contiguous(memory_format=torch.channels_last)
+        assert close(value, expected[name], 2e-6 if exact or INTERPRETED else 2e-3)
