@@ -62,6 +62,32 @@ def test_a_pass_that_comes_again_is_a_program_that_answers_as_the_module_does(bu
     assert architecture.calls == ENOUGH + 2  # once more to trace, and once to compare
 
 
+class Sized(nn.Module):
+    """What it computes has the number of examples in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x) * len(x)
+        return out.view(len(x), 3)
+
+
+@pytest.mark.parametrize(("build", "extra"), [(lambda: mlp(4, [5], 3), 0), (Sized, 1)], ids=["any number", "its own number"])
+def test_a_program_serves_other_numbers_of_examples_if_it_can(build: Callable[[], nn.Module], extra: int) -> None:
+    module = build()
+    _, architecture, ask = answers_of(module)
+    for _ in range(ENOUGH + 2):
+        ask(torch.randn(5, 4))
+    assert architecture.calls == ENOUGH + 2
+    for _ in range(3):
+        for number in (7, 5, 1):
+            x = torch.randn(number, 4)
+            assert torch.allclose(ask(x)[0], module(x), atol=1e-5)
+    assert architecture.calls == ENOUGH + 4 + 2 * extra  # each number is compared once, and traced if it must be
+
+
 def test_without_traces_every_pass_is_the_modules_own() -> None:
     _, architecture, ask = answers_of(mlp(4, [5], 3), traces=False)
     for _ in range(ENOUGH + 3):

@@ -8,10 +8,12 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from onepass.engine.architecture import Architecture
 from onepass.engine.gpu import fusing
+from onepass.engine.gpu.fusing import fuse_answers
 from onepass.engine.gradients import _Row
 from onepass.engine.program import trace
 from onepass.models.norm import BatchNorm
@@ -66,6 +68,35 @@ def test_large_convolutions_with_few_channels_are_ours(monkeypatch: pytest.Monke
     assert program(deepcopy(net))[1] == narrow
     monkeypatch.setattr(fusing, "MANY", IMAGES * 8 * 8 + 1)
     assert "convolve.default" not in program(deepcopy(net))[1]
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: ResNet(4, CLASSES, (2, 2), 4), lambda: odd(lambda a, b: (a + b).relu(), bias=False), lambda: odd(torch.mul, bias=False)]
+)
+def test_in_evaluation_a_convolution_takes_in_batch_norm_and_what_is_behind_it(build: Callable[[], nn.Module]) -> None:
+    module = build().train()
+    x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    for _ in range(3):
+        module(torch.randn_like(x) + 1)
+    module.eval()
+    made = make_fx(module)(x)
+    fuse_answers(made.graph)
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    names = [str(node.target) for node in made.graph.nodes]
+    assert names.count("onepass.convolve_norm.default") == sum(isinstance(part, nn.Conv2d) for part in module.modules())
+    assert not {"aten.relu.default", "aten.add.Tensor", "aten.native_batch_norm.default", "aten.convolution.default"} & set(names)
+    assert torch.allclose(made(x), module(x), atol=1e-5)
+
+
+def test_in_evaluation_what_is_not_a_plain_convolution_and_batch_norm_is_left_alone() -> None:
+    for net in (odd(torch.mul), odd(torch.mul, bias=False, groups=2), nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False))):
+        x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+        made = make_fx(net.eval())(x)
+        fuse_answers(made.graph)
+        made.recompile()
+        assert "convolve_norm" not in made.code
+        assert torch.allclose(made(x), net(x), atol=1e-5)
 
 
 class Odd(nn.Module):

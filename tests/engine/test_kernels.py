@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from onepass.engine import gpu
 from onepass.engine.gpu import norm as norms
-from onepass.engine.gpu.convolution import convolve, convolve_weights
+from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.engine.precision import products
 
@@ -111,3 +111,21 @@ def test_convolutions_and_their_gradients(inputs: int, outputs: int, size: int, 
         assert value.shape == expected[name].shape
         assert value.is_contiguous(memory_format=torch.channels_last)
         assert close(value, expected[name], 2e-6 if exact or INTERPRETED else 2e-3)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs", "stride", "side"), [(20, 20, 1, 3), (20, 40, 2, 1), (40, 80, 2, 3), (80, 160, 1, 1)])
+def test_a_convolution_and_what_comes_behind_it_in_evaluation(inputs: int, outputs: int, stride: int, side: int, adds: bool, relu: bool) -> None:
+    torch.manual_seed(0)
+    x, w = images(5, inputs, 6, 6), images(outputs, inputs, side, side)
+    gamma, beta, mean = torch.randn(3, outputs, device=DEVICE)
+    variance = torch.rand(outputs, device=DEVICE) * 9
+    expected = torch.conv2d(x.double(), w.double(), stride=stride, padding=side // 2)
+    shortcut = images(*expected.shape) if adds else None
+    expected = functional.batch_norm(expected, mean.double(), variance.double(), gamma.double(), beta.double(), eps=1e-3)
+    expected = expected + (0 if shortcut is None else shortcut.double())
+    with products(DEVICE, tf32=False):
+        found = convolve_norm(x, w, stride, side // 2, gamma, beta, mean, variance, 1e-3, shortcut, relu)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert close(found, expected.relu() if relu else expected)

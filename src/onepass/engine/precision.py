@@ -29,3 +29,14 @@ def products(device: torch.device, *, tf32: bool, tried: int = 0) -> Iterator[No
     finally:
         torch.set_float32_matmul_precision(before[0])
         cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before[1:]
+
+
+@contextmanager
+def untried() -> Iterator[None]:
+    """Inside, convolutions are computed as cuDNN thinks best, whatever their shape: nothing is timed."""
+    cudnn = torch.backends.cudnn
+    before, cudnn.benchmark = cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import batch_norm
 from torch.nn.grad import conv2d_weight
 
 from onepass.engine import gpu
@@ -30,14 +31,48 @@ def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool)
     if not gpu.by_kernels(x):
         weight = weight.flip(2, 3).transpose(0, 1) if turned else weight
         return torch.conv2d(x, weight, stride=stride, padding=padding).contiguous(memory_format=LAST)
+    return _launch(x, weight, stride, padding, turned)
+
+
+@torch.library.custom_op(
+    "onepass::convolve_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, int stride, int padding, Tensor gamma, Tensor beta, Tensor mean, Tensor variance, float eps, Tensor? shortcut,"
+    " bool relu) -> Tensor",
+)
+def convolve_norm(
+    x: Tensor,
+    weight: Tensor,
+    stride: int,
+    padding: int,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    shortcut: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    """A convolution, batch-norm by running statistics behind it, the sum with a shortcut and ReLU, as in evaluation."""
+    if not gpu.by_kernels(x):
+        out = batch_norm(torch.conv2d(x, weight, stride=stride, padding=padding), mean, variance, gamma, beta, False, 0.0, eps)
+        out = out if shortcut is None else out + shortcut
+        return (out.relu() if relu else out).contiguous(memory_format=LAST)
+    return _launch(x, weight, stride, padding, False, (gamma, beta, mean, variance, eps, shortcut), relu)
+
+
+def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool, behind: tuple[Any, ...] = (None,) * 6, relu: bool = False) -> Tensor:
     x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
+    *statistics, shortcut = behind
+    shortcut = None if shortcut is None else shortcut.contiguous(memory_format=LAST)
     side, outputs = weight.shape[2], weight.shape[1 if turned else 0]
     height, width = ((n + 2 * padding - side) // stride + 1 for n in x.shape[2:])
     out = torch.empty((len(x), outputs, height, width), device=x.device, dtype=x.dtype, memory_format=LAST)
     pixels, wide = len(x) * height * width, gpu.tile_width(outputs)
     with gpu.device_of(x):
         _kernels().convolve[(-(-pixels // ROWS), -(-outputs // wide))](
-            x, weight, out, pixels, **_sizes(x, out), SIDE=side, STRIDE=stride, PAD=padding, TURNED=turned,
+            x, weight, out, pixels, *statistics, shortcut, **_sizes(x, out), SIDE=side, STRIDE=stride, PAD=padding,
+            TURNED=turned, NORM=statistics[0] is not None, ADDS=shortcut is not None, RELU=relu,
             ROWS=ROWS, INNER=INNER, WIDE=wide, PRECISION=_precision(), num_warps=4, num_stages=3,
         )  # fmt: skip
     return out

@@ -28,12 +28,14 @@ def windows(
 
 @triton.jit
 def convolve(
-    x, w, out, pixels,
+    x, w, out, pixels, gamma, beta, mean, variance, eps, shortcut,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
-    SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TURNED: tl.constexpr,
+    SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    TURNED: tl.constexpr, NORM: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With `TURNED`, of weights `[C, taps, K]` that are turned round: the gradient by the input of a convolution from K to C channels."""
+    """With `TURNED`, of weights `[C, taps, K]` that are turned round: the gradient by the input of a convolution from K to C channels. With
+    `NORM`, what comes behind is done too."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     y0, x0, first = corners(m, pixels, H, W, HEIGHT, WIDTH, STRIDE, PAD)
@@ -47,7 +49,16 @@ def convolve(
             at = t[:, None] + k[None, :] * (taps * C)
         weights = tl.load(w + at, mask=(t < taps * C)[:, None] & (k < K)[None, :], other=0.0)
         total = tl.dot(windows(x, y0, x0, first, t, H, W, C, SIDE), weights, total, input_precision=PRECISION)
-    tl.store(out + m[:, None] * K + k[None, :], total, mask=(m < pixels)[:, None] & (k < K)[None, :])
+    at, mask = m[:, None] * K + k[None, :], (m < pixels)[:, None] & (k < K)[None, :]
+    if NORM:
+        mine = k < K
+        scale = tl.load(gamma + k, mask=mine, other=0.0) * tl.rsqrt(tl.load(variance + k, mask=mine, other=1.0) + eps)
+        total = (total - tl.load(mean + k, mask=mine, other=0.0)[None, :]) * scale[None, :] + tl.load(beta + k, mask=mine, other=0.0)[None, :]
+        if ADDS:
+            total += tl.load(shortcut + at, mask=mask, other=0.0)
+        if RELU:
+            total = tl.maximum(total, 0.0)
+    tl.store(out + at, total, mask=mask)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from onepass.engine.gpu.convolution import convolve, convolve_weights
+from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
 
 aten = torch.ops.aten
@@ -35,16 +35,38 @@ def fuse(graph: fx.Graph) -> None:
             _convolve_backward(graph, node)
 
 
+def fuse_answers(graph: fx.Graph) -> None:
+    """The same for a program of answers: a convolution takes in batch-norm by running statistics and what comes behind it."""
+    for node in list(graph.nodes):
+        if node.target in _NORMS:
+            _answer(graph, node)
+
+
+def _answer(graph: fx.Graph, node: fx.Node) -> None:
+    x, gamma, beta, mean, variance, training, _, eps = _arguments(node)
+    items = _items(node)
+    if training is not False or None in (gamma, beta, mean, variance) or any(item.users for number, item in items.items() if number):
+        return
+    if x.target != aten.convolution.default or len(x.users) > 1 or not _is_plain(x, x):
+        return
+    shortcut, total, relu = _behind(node, items[0])
+    images, weight, _, stride, padding, *_ = _arguments(x)
+    with graph.inserting_before(node):
+        arguments = (images, weight, stride[0], padding[0], gamma, beta, mean, variance, eps, shortcut, relu is not None)
+        made = graph.call_function(convolve_norm._opoverload, arguments)
+    made.meta = dict(items[0].meta)
+    for replaced in (items[0], relu):
+        if replaced is not None:
+            replaced.replace_all_uses_with(made)
+    _erase(graph, relu, total, *items.values(), node, x)
+
+
 def _forward(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, bias, mean, variance, training, share, eps = _arguments(node)
     items = _items(node)
     if training is not True or weight is None or bias is None or not _is_dense(x) or 0 not in items:
         return
-    shortcut, relu, total = None, _only_user(items[0], aten.relu.default), _only_user(items[0], aten.add.Tensor)
-    if total is not None and not total.kwargs and _only_user(total, aten.relu.default):
-        other = next((part for part in total.args if part is not items[0]), None)
-        if isinstance(other, fx.Node) and other < node and _shape(other) == _shape(x):
-            shortcut, relu = other, _only_user(total, aten.relu.default)
+    shortcut, total, relu = _behind(node, items[0])
     with graph.inserting_before(node):
         made = graph.call_function(norm._opoverload, (x, weight, bias, shortcut, mean, variance, share, eps, relu is not None))
         new = [_item(graph, made, number, items.get(number)) for number in range(3)]
@@ -52,7 +74,18 @@ def _forward(graph: fx.Graph, node: fx.Node) -> None:
         items[number].replace_all_uses_with(new[number])
     if relu is not None:
         relu.replace_all_uses_with(new[0])
-    _erase(graph, relu, total if shortcut is not None else None, *items.values(), node)
+    _erase(graph, relu, total, *items.values(), node)
+
+
+def _behind(node: fx.Node, out: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None]:
+    """What is added to the result of a batch-norm, the sum, and the ReLU behind; all that can be done with it."""
+    total = _only_user(out, aten.add.Tensor)
+    relu = None if total is None or total.kwargs else _only_user(total, aten.relu.default)
+    if total is not None and relu is not None:
+        other = next((part for part in total.args if part is not out), None)
+        if isinstance(other, fx.Node) and other < node and _shape(other) == _shape(out):
+            return other, total, relu
+    return None, None, _only_user(out, aten.relu.default)
 
 
 def _backward(graph: fx.Graph, node: fx.Node) -> None:
@@ -107,16 +140,23 @@ def _convolve_backward(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _ours(node: fx.Node, out: Any) -> bool:
-    """Is this convolution, or that of this backward pass, one of those that our kernels do?"""
+    """Is this convolution, or that of this backward pass, one of those that our kernels do faster?"""
+    if not _is_plain(node, out):
+        return False
+    outputs, inputs, *_ = _shape(node.args[2] if node.target == aten.convolution_backward.default else node.args[1])
+    return bool(max(inputs, outputs) <= NARROW and _shape(out).numel() // outputs >= MANY)
+
+
+def _is_plain(node: fx.Node, out: Any) -> bool:
+    """Is it one of those that they do?"""
     backward = node.target == aten.convolution_backward.default
     x, weight, bias = (*_arguments(node)[1:3], None) if backward else _arguments(node)[:3]
     stride, padding, dilation, transposed, _, groups = _arguments(node)[4:10] if backward else _arguments(node)[3:9]
     if bias is not None or transposed or groups != 1 or not _is_dense(x) or not _is_dense(out):
         return False
-    outputs, inputs, side, _ = _shape(weight)
+    side = _shape(weight)[2]
     plain = side in (1, 3) and [*_shape(weight)[2:], *dilation, *stride, *padding] == [side, side, 1, 1, stride[0], stride[0], padding[0], padding[0]]
-    large = _shape(out).numel() // outputs >= MANY and max(inputs, outputs) <= NARROW
-    return plain and large and (not backward or node.args[-1][1:] == [True, False])  # type: ignore[index]
+    return plain and (not backward or node.args[-1][1:] == [True, False])  # type: ignore[index]
 
 
 def _arguments(node: fx.Node) -> Any:
