@@ -1,0 +1,198 @@
+"""Where a gradient of the reduced ResNet-18 spends its time on a GPU, layer by layer: torch's operations against ours.
+
+    python benchmarks/kernels.py [--images 10,65,256,1040] [--device cuda] [--markdown FILE]
+
+For every kind of layer, µs of one call inside a CUDA graph: convolutions forward, by the inputs and by the weights, by cuDNN as it chooses, by
+cuDNN after ten ways were timed, and by the kernels in `engine/gpu`; batch-norm with the sum and the ReLU behind it, forward and backward, the
+same way; an evaluation's convolution with all of that. `bytes` is what reading inputs and writing results would take at the speed of a copy. At the
+end how much each kind of layer takes in all, and the whole gradient as a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.functional import batch_norm, cross_entropy
+
+from onepass.engine import gpu, program
+from onepass.engine.architecture import Architecture
+from onepass.engine.gpu import fusing
+from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
+from onepass.engine.gpu.norm import norm, norm_backward
+from onepass.engine.gradients import _Row
+from onepass.engine.precision import products
+from onepass.models import Network
+from onepass.protocol import TRIED
+
+REPEAT, ROUNDS, EPS = 10, 5, 1e-3
+LAST = torch.channels_last
+aten = torch.ops.aten
+
+# Inputs, outputs, size of the input images, stride, side of the window, and how many such convolutions there are.
+CONVOLUTIONS = [
+    (3, 20, 32, 1, 3, 1), (20, 20, 32, 1, 3, 4), (20, 40, 32, 2, 3, 1), (20, 40, 32, 2, 1, 1), (40, 40, 16, 1, 3, 3), (40, 80, 16, 2, 3, 1),
+    (40, 80, 16, 2, 1, 1), (80, 80, 8, 1, 3, 3), (80, 160, 8, 2, 3, 1), (80, 160, 8, 2, 1, 1), (160, 160, 4, 1, 3, 3),
+]  # fmt: skip
+# Channels, size of the images, with ReLU, with a sum, and how many such batch-norms there are.
+NORMS = [(20, 32, True, False, 3), (20, 32, True, True, 2)] + [
+    (channels, size, relu, adds, count)
+    for channels, size in ((40, 16), (80, 8), (160, 4))
+    for relu, adds, count in ((True, False, 2), (True, True, 2), (False, False, 1))
+]
+
+
+def microseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call, the least of some rounds; on a GPU inside a graph, so that the host does not count."""
+    for _ in range(3):
+        call()
+    if device.type == "cpu":
+        began = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - began)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEAT):
+            call()
+    found = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * start.elapsed_time(end) / REPEAT)
+    return min(found)
+
+
+def ways(theirs: Callable[[], object], ours: Callable[[], object], device: torch.device) -> list[float]:
+    """µs as cuDNN chooses, after it has tried, and ours."""
+    times = []
+    for tried in (0, TRIED):
+        with products(device, tf32=True, tried=tried):
+            times.append(microseconds(theirs, device))
+    with products(device, tf32=True):
+        return [*times, microseconds(ours, device)]
+
+
+def images(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).contiguous(memory_format=LAST)
+
+
+def rows(count: int, device: torch.device, speed: float) -> Iterable[tuple[str, str, int, float, list[float]]]:
+    """Kind, layer, how many there are, µs that its bytes take, and µs of each way."""
+
+    def floor(*tensors: Tensor) -> float:
+        return sum(t.nbytes for t in tensors) / speed * 1e6
+
+    for inputs, outputs, size, stride, side, number in CONVOLUTIONS:
+        x, w, padding = images(device, count, inputs, size, size), images(device, outputs, inputs, side, side), side // 2
+        y = torch.conv2d(x, w, stride=stride, padding=padding)
+        name = f"{inputs} → {outputs}, {size}×{size}, {side}×{side}" + (", stride 2" if stride == 2 else "")
+
+        def back(by_inputs: bool, x: Tensor = x, w: Tensor = w, y: Tensor = y, stride: int = stride, padding: int = padding) -> object:
+            mask = [by_inputs, not by_inputs, False]
+            return aten.convolution_backward(y, x, w, [0], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, mask)
+
+        a = x, w, stride, padding
+        forward = ways(lambda a=a: torch.conv2d(a[0], a[1], stride=a[2], padding=a[3]), lambda a=a: convolve(*a, False), device)  # type: ignore[misc]
+        yield "convolution", name, number, floor(x, y), forward
+        if inputs > 3:
+            b = y, w, 1, side - 1 - padding, True
+            ours = (lambda b=b: convolve(*b)) if stride == 1 else (lambda back=back: back(True))  # type: ignore[misc]
+            yield "by inputs", name, number, floor(x, y), ways(lambda back=back: back(True), ours, device)  # type: ignore[misc]
+        c = y, x, side, stride, padding
+        yield "by weights", name, number, floor(x, y), ways(lambda back=back: back(False), lambda c=c: convolve_weights(*c), device)  # type: ignore[misc]
+        columns = torch.rand(4, outputs, device=device)
+
+        def answer(a: tuple[Tensor, Tensor, int, int] = a, columns: Tensor = columns) -> Tensor:
+            x, w, stride, padding = a
+            y = torch.conv2d(x, w, stride=stride, padding=padding)
+            return batch_norm(y, columns[2], columns[3], columns[0], columns[1], False, 0.1, EPS).relu_()
+
+        d = *a, *columns.unbind(0), EPS, None, True
+        yield "evaluation", name, number, floor(x, y), ways(answer, lambda d=d: convolve_norm(*d), device)  # type: ignore[misc]
+    for channels, size, relu, adds, number in NORMS:
+        x, s, g = (images(device, count, channels, size, size) for _ in range(3))
+        w, b = torch.rand(2, channels, device=device)
+        name = f"{channels}, {size}×{size}" + (", sum" if adds else "") + (", ReLU" if relu else "")
+        out, mean, inverse, *rest = torch._batch_norm_impl_index(x, w, b, None, None, True, 0.1, EPS, True)
+        out = out + s if adds else out
+        out = out.relu() if relu else out
+
+        def theirs(x: Tensor = x, s: Tensor = s, w: Tensor = w, b: Tensor = b, relu: bool = relu, adds: bool = adds) -> Tensor:
+            y = torch._batch_norm_impl_index(x, w, b, None, None, True, 0.1, EPS, True)[0]
+            y = y + s if adds else y
+            return y.relu() if relu else y
+
+        def theirs_back(
+            x: Tensor = x, g: Tensor = g, w: Tensor = w, out: Tensor = out, relu: bool = relu, found: tuple[object, ...] = (mean, inverse, *rest)
+        ) -> object:
+            mean, inverse, reserve, index = found
+            z = aten.threshold_backward(g, out, 0) if relu else g
+            return torch.ops.aten._batch_norm_impl_index_backward(index, x, z, w, None, None, mean, inverse, True, EPS, [True] * 3, reserve)
+
+        e = x, w, b, s if adds else None, None, None, 0.1, EPS, relu
+        yield "norm", name, number, floor(x, x, *([s] if adds else [])), ways(theirs, lambda e=e: norm(*e), device)  # type: ignore[misc]
+        f = g, None, x, w, b, mean, inverse, out if adds else None, relu, adds
+        yield "norm backward", name, number, floor(x, x, x), ways(theirs_back, lambda f=f: norm_backward(*f), device)  # type: ignore[misc]
+
+
+def gradient(count: int, device: torch.device, with_norms: bool, with_convolutions: bool) -> float:
+    """µs of a whole gradient as a program."""
+    module = Network("resnet18-reduced", batch_norm="authors", initialisation="uniform").build(3072, (32, 32, 3), 85).to(device).train()
+    architecture, buffers = Architecture(module, lambda x: x, align=32, channels_last=True), dict(module.named_buffers())
+    row = _Row(architecture, lambda outputs, slots, _: cross_entropy(outputs, slots), tuple(buffers), False, ())
+    theta, space = architecture.flatten(module), torch.zeros(architecture.width, device=device)
+    arguments = [*architecture.views(theta), *buffers.values(), images(device, count, 3, 32, 32), torch.arange(count, device=device) % 85]
+    fused = patch.object(fusing, "MANY", fusing.MANY if with_convolutions else 2**40) if with_norms else patch.object(program, "fuse", lambda _: None)
+    with fused, products(device, tf32=True, tried=TRIED), torch.no_grad():
+        made = program.trace(row, row.safe(arguments), architecture.views(space), on_gpu=True)
+        return microseconds(lambda: made(*arguments, *architecture.views(space)), device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", default="10,65,256,1040")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.images.replace(",", "").isdigit():
+        parser.error("--images takes numbers with commas between, such as 10,256")
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not (torch.cuda.is_available() and gpu.has_triton()):
+        parser.error("this needs a GPU and Triton; --device cpu tries the program without them")
+    lines = [f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, TF32, µs"]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        block = torch.zeros(2**28 if device.type == "cuda" else 2**22, device=device)
+        speed = 2 * block.nbytes / microseconds(lambda: block.clone(), device) * 1e6
+        lines.append(f"A copy moves {speed / 1e12:.2f} TB/s.")
+        for count in map(int, arguments.images.split(",")):
+            table = list(rows(count, device, speed))
+            lines += ["", f"### {count} images", "", "| | layer | × | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|---|---|"]
+            lines += [f"| {kind} | {name} | {number} | {least:.0f} | {a:.1f} | {b:.1f} | {c:.1f} |" for kind, name, number, least, (a, b, c) in table]
+            lines += ["", "| all of a kind | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|"]
+            for kind in dict.fromkeys(row[0] for row in table):
+                sums = [sum(row[2] * value for row in table if row[0] == kind for value in [[row[3], *row[4]][i]]) for i in range(4)]
+                lines.append(f"| {kind} | " + " | ".join(f"{value:.0f}" for value in sums) + " |")
+            whole = [gradient(count, device, *given) for given in ((False, False), (True, False), (True, True))]
+            lines += [
+                "",
+                f"A whole gradient: {whole[0]:.0f} µs by torch, {whole[1]:.0f} with our batch-norm, {whole[2]:.0f} with our convolutions too.",
+            ]
+            print("\n".join(lines), flush=True)
+            if arguments.markdown:
+                with arguments.markdown.open("a") as file:
+                    file.write("\n".join(lines) + "\n")
+            lines = []
+
+
+if __name__ == "__main__":
+    main()
