@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from onepass.engine import gpu
+from onepass.engine.gpu import fusing
 from onepass.engine.gpu import norm as norms
 from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
@@ -129,3 +130,15 @@ def test_a_convolution_and_what_comes_behind_it_in_evaluation(inputs: int, outpu
         found = convolve_norm(x, w, stride, side // 2, gamma, beta, mean, variance, 1e-3, shortcut, relu)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert close(found, expected.relu() if relu else expected)
+
+
+def test_kernels_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    fusing.try_out(DEVICE)
+    monkeypatch.setattr(fusing, "norm", lambda x, *_: (x + 1, None, None))
+    with pytest.raises(ArithmeticError):
+        fusing.try_out(DEVICE)
+    if DEVICE.type == "cuda":
+        fusing.usable.cache_clear()
+        assert not fusing.usable(DEVICE)
+        assert "kernels of our own are not used" in caplog.text
+        fusing.usable.cache_clear()

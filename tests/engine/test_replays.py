@@ -167,10 +167,10 @@ def test_residual_networks_are_replayed_too(method: str, norm: Constants, monkey
     found, eager, captured, setup = METHODS[method], Ends(), Ends(), replace(RESIDUAL, batch_norm=norm)
     small = {"fisher_every": 3, "reference_batch": 9}
     options = replace(found.learner.options(), **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)})
+    monkeypatch.setattr(gradients, "trace", partial(trace, on_gpu=True))
     train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=eager)
     monkeypatch.setattr("onepass.protocol.Replays", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
-    monkeypatch.setattr(gradients, "trace", partial(trace, on_gpu=True))
     with caplog.at_level(logging.WARNING):
         train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=captured)
     assert not caplog.records

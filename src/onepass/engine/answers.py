@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onepass.engine import gpu
 from onepass.engine.architecture import Architecture
-from onepass.engine.gpu.fusing import fuse_answers
+from onepass.engine.gpu.fusing import fuse_answers, usable
 from onepass.engine.precision import products, untried
 from onepass.errors import first_line, is_out_of_memory
 
@@ -63,7 +62,7 @@ class Answers:
                     return other
             try:
                 made = make_fx(plain)(*arguments)
-                if arguments[-1].is_cuda and gpu.has_triton():
+                if usable(arguments[-1].device):
                     fuse_answers(made.graph)
                     made.graph.eliminate_dead_code()
                     made.recompile()

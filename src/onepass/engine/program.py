@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onepass.engine import gpu
-from onepass.engine.gpu.fusing import fuse
+from onepass.engine.gpu.fusing import fuse, usable
 
 aten = torch.ops.aten
 _WITH_OUT = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
@@ -47,7 +46,7 @@ def trace(
     on_gpu = arguments[0].is_cuda if on_gpu is None else on_gpu
     if on_gpu:
         _add_in_products(graph)
-        if gpu.has_triton() or not arguments[0].is_cuda:
+        if usable(arguments[0].device) or not arguments[0].is_cuda:
             fuse(graph)
     result = next(node for node in graph.nodes if node.op == "output")
     gradients, loss = result.args[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @cache
 def has_triton() -> bool:
-    """It comes with torch for CUDA."""
+    """It comes with torch for CUDA. Whether it finds a compiler for C is another question."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from onepass.engine import gpu
 from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
+from onepass.errors import first_line
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 MANY = 50_000  # pixels of a convolution's output: below, what cuDNN has is as good
 NARROW = 64  # channels: above, too
@@ -19,6 +24,29 @@ NARROW = 64  # channels: above, too
 _NORMS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default}
 # The places of the gradient, the input and the batch's mean.
 _BACKWARDS: dict[Any, tuple[int, int, int]] = {aten.native_batch_norm_backward.default: (0, 1, 5), aten.cudnn_batch_norm_backward.default: (1, 0, 5)}
+
+
+@cache
+def usable(device: torch.device) -> bool:
+    """Do our kernels run on this device, and rightly?"""
+    if device.type != "cuda" or not gpu.has_triton():
+        return False
+    try:
+        try_out(device)
+    except Exception as reason:  # no compiler for C, say
+        log.warning("kernels of our own are not used: %s", first_line(reason))
+        return False
+    return True
+
+
+def try_out(device: torch.device) -> None:
+    """Raise unless a small convolution and batch-norm come out right."""
+    x, same = torch.arange(64.0, device=device).view(1, 4, 4, 4), torch.eye(4, device=device)[:, :, None, None]
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.ones(4, device=device), torch.arange(4.0, device=device)
+    out, *_ = norm(convolve(x, same, 1, 0, False), weight, bias, None, None, None, 0.1, 1e-5, True)
+    if not torch.allclose(out, torch.batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5, False).relu(), atol=1e-3):
+        raise ArithmeticError("their results are wrong")
 
 
 def fuse(graph: fx.Graph) -> None:
