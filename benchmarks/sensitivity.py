@@ -1,7 +1,7 @@
-"""What the results on the paper's Permuted MNIST depend on: one hyper-parameter varied, all its values and seeds side by side in one fleet on `D^EV`.
+"""What the results on a stream of the paper depend on: one hyper-parameter varied, all its values and seeds side by side in one fleet on `D^EV`.
 
-    python benchmarks/sensitivity.py METHOD HYPERPARAMETER=VALUE,VALUE,… [--seeds 10] [--set KEY=VALUE …] [--device cuda] [--data DIR]
-                                     [--markdown FILE]
+    python benchmarks/sensitivity.py METHOD HYPERPARAMETER=VALUE,VALUE,… [--recipe permuted-mnist] [--seeds 10] [--set KEY=VALUE …]
+                                     [--device cuda] [--data DIR] [--markdown FILE]
 
 The other hyper-parameters are those that the paper chose. No cross-validation: this looks at `D^EV`, to explain a result and not to choose one. The
 spread is that of single runs; a mean over five runs, as published, varies by its share of 1/√5.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from full_length import UNPUBLISHED
 
+from onepass import streams
 from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.metrics import metrics
@@ -39,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method")
     parser.add_argument("varied", type=varied, help="such as learning_rate=0.03,0.1")
+    parser.add_argument("--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="as for onepass run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -46,8 +48,8 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     try:
-        recipe = load("permuted-mnist", arguments.set)
-        stream = open_stream(recipe, locate("mnist", arguments.data))
+        recipe = load(arguments.recipe, arguments.set)
+        stream = open_stream(recipe, locate(streams.stream(recipe.stream).data or "", arguments.data))
     except InputError as reason:
         parser.error(str(reason))
     name, values = arguments.varied

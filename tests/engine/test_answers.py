@@ -21,6 +21,7 @@ ENOUGH = 2
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "ENOUGH", ENOUGH)
+    monkeypatch.setattr(module_under_test, "LONG_ENOUGH", ENOUGH)
 
 
 class Moody(nn.Module):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepass.engine import gradients, replays
-from onepass.engine.branches import region
+from onepass.engine.branches import _touched, region
 from onepass.engine.program import trace
 from onepass.engine.replays import Replays
 from onepass.errors import is_out_of_memory
@@ -305,3 +305,11 @@ def test_every_learner_says_what_its_steps_depend_on() -> None:
         *_, learner = assemble(stream, "ev", METHODS[name], runs(METHODS[name]), SETUP)
         learner.begin_task(0)
         assert (learner.form() is not None) == (name != "gem")  # which needs a GPU to solve its dual without the host
+
+
+def test_batch_norm_is_known_to_write_its_running_statistics_and_its_backward_pass_not_to() -> None:
+    x, weight, bias, mean, variance, out = (torch.randn(3, 4), *torch.ones(4, 4), torch.randn(3, 4))
+    _, writes = _touched(torch.ops.aten.native_batch_norm.default, (x, weight, bias, mean, variance, True, 0.1, 1e-5), {})
+    assert writes == [region(mean), region(variance)]
+    arguments = (out, x, weight, mean, variance, mean, variance, True, 1e-5, [True] * 3)
+    assert _touched(torch.ops.aten.native_batch_norm_backward.default, arguments, {})[1] == []

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 Pair = tuple[Tensor, Tensor]
 Program = Callable[..., Pair]
 ENOUGH = 20  # passes, after which a program for the next ones pays
+LONG_ENOUGH = 200  # the same for a progressive network, which is another one soon
 
 
 class Answers:
@@ -40,14 +41,15 @@ class Answers:
                 return self._architecture.call(list(given[:cut]), dict(zip(names, given[cut:-1], strict=True)), given[-1], descriptors)
 
         # A progressive network answers by the column that is shown.
-        form = x.shape[1:], x.dtype, getattr(self._architecture.module, "shown", None)
+        shown = getattr(self._architecture.module, "shown", None)
+        form = x.shape[1:], x.dtype, shown
         known = self._programs.setdefault(form, {})
         if not self._traces or descriptors is not None or None in known.values():
             return plain(*arguments)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return plain(*arguments)  # which is recorded, and not done again
         self._passes[form] = self._passes.get(form, 0) + 1
-        if self._passes[form] <= ENOUGH:
+        if self._passes[form] <= (ENOUGH if shown is None else LONG_ENOUGH):
             return plain(*arguments)
         if len(x) not in known:
             known[len(x)] = self._found(plain, arguments, list(known.values()))
