@@ -1,11 +1,12 @@
 """Where a gradient of the reduced ResNet-18 spends its time on a GPU, layer by layer: torch's operations against ours.
 
-    python benchmarks/kernels.py [--images 10,65,256,1040] [--device cuda] [--markdown FILE]
+    python benchmarks/kernels.py [--images 10,65,256,1040] [--tune] [--device cuda] [--markdown FILE]
 
 For every kind of layer, µs of one call inside a CUDA graph: convolutions forward, by the inputs and by the weights, by cuDNN as it chooses, by
 cuDNN after ten ways were timed, and by the kernels in `engine/gpu`; batch-norm with the sum and the ReLU behind it, forward and backward, the
 same way; an evaluation's convolution with all of that. `bytes` is what reading inputs and writing results would take at the speed of a copy. At the
-end how much each kind of layer takes in all, and the whole gradient as a program.
+end how much each kind of layer takes in all, and the whole gradient as a program. With `--tune`, our kernels alone with other tiles, the fastest
+first, and the one that is used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,11 +25,13 @@ from torch.nn.functional import batch_norm, cross_entropy
 
 from onepass.engine import gpu, program
 from onepass.engine.architecture import Architecture
-from onepass.engine.gpu import fusing
+from onepass.engine.gpu import convolution, fusing
+from onepass.engine.gpu import norm as norms
 from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.engine.gradients import _Row
 from onepass.engine.precision import products
+from onepass.errors import first_line
 from onepass.models import Network
 from onepass.protocol import TRIED
 
@@ -158,10 +162,55 @@ def gradient(count: int, device: torch.device, with_norms: bool, with_convolutio
         return microseconds(lambda: made(*arguments, *architecture.views(space)), device)
 
 
+def tuned(count: int, device: torch.device) -> Iterable[str]:
+    """For every kind of kernel and some layers the fastest tiles."""
+    for channels, size in ((20, 32), (40, 16), (80, 8), (160, 4)):
+        x, w = images(device, count, channels, size, size), images(device, channels, channels, 3, 3)
+        widths = [width for width in (16, 32, 64, 128) if width < 2 * channels]
+        kinds: dict[str, tuple[str, Callable[[], object], list[tuple[int, ...]]]] = {
+            "convolution": ("tile", lambda x=x, w=w: convolve(x, w, 1, 1, False), [(64, 32), (128, 32), (128, 64), (256, 32)]),  # type: ignore[misc]
+            "by inputs": ("tile", lambda x=x, w=w: convolve(x, w, 1, 1, True), [(64, 32), (128, 32), (128, 64), (256, 32)]),  # type: ignore[misc]
+            "by weights": ("weight_tile", lambda x=x: convolve_weights(x, x, 3, 1, 1), [(32, 64), (64, 64), (64, 128), (128, 64)]),  # type: ignore[misc]
+        }
+        for kind, (name, call, shapes) in kinds.items():
+            found = []
+            used = getattr(convolution, name)(channels)
+            for shape, width, (warps, stages) in product(shapes, widths, ((4, 3), (4, 4), (8, 3))):
+                how = convolution.Tile(*shape, width, warps, stages)
+                with patch.object(convolution, name, lambda _, how=how: how), products(device, tf32=True):
+                    try:
+                        found.append((microseconds(call, device), how))
+                    except Exception as reason:  # more shared memory than there is
+                        yield f"{kind}, {channels}: {tuple(how)} fails: {first_line(reason)}"
+            yield from best(f"{kind}, {channels} → {channels}, {size}×{size}", [(µs, tuple(how), how == used) for µs, how in found])
+    for channels, size, adds in ((20, 32, False), (20, 32, True), (40, 16, False), (80, 8, False), (160, 4, False)):
+        x, s, g = (images(device, count, channels, size, size) for _ in range(3))
+        w, b = torch.rand(2, channels, device=device)
+        e = x, w, b, s if adds else None, None, None, 0.1, EPS, True
+        timed = []
+        for numbers, warps, most in product((1024, 2048, 4096, 8192), (4, 8), (512, 1024, 2048, 8192)):
+            used = (numbers, warps, most) == (norms.TILE, norms.WARPS, norms.MOST)
+            with patch.multiple(norms, TILE=numbers, WARPS=warps, MOST=most):
+                norms._Plan.cache_clear()
+                out, mean, inverse = norm(*e)
+                forward = microseconds(lambda e=e: norm(*e), device)  # type: ignore[misc]
+                f = g, None, x, w, b, mean, inverse, out if adds else None, True, adds
+                timed.append((forward + microseconds(lambda f=f: norm_backward(*f), device), (numbers, warps, most), used))  # type: ignore[misc]
+        norms._Plan.cache_clear()
+        yield from best(f"norm and back, {channels}, {size}×{size}" + (", sum" if adds else ""), timed)
+
+
+def best(name: str, found: list[tuple[float, tuple[int, ...], bool]]) -> Iterable[str]:
+    for place, (µs, how, used) in enumerate(sorted(found)):
+        if place < 4 or used:
+            yield f"{name}: {how} {µs:.1f}{' (used)' if used else ''}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", default="10,65,256,1040")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     if not arguments.images.replace(",", "").isdigit():
@@ -175,6 +224,9 @@ def main() -> None:
         speed = 2 * block.nbytes / microseconds(lambda: block.clone(), device) * 1e6
         lines.append(f"A copy moves {speed / 1e12:.2f} TB/s.")
         for count in map(int, arguments.images.split(",")):
+            if arguments.tune:
+                print(f"{count} images", *tuned(count, device), sep="\n", flush=True)
+                continue
             table = list(rows(count, device, speed))
             lines += ["", f"### {count} images", "", "| | layer | × | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|---|---|"]
             lines += [f"| {kind} | {name} | {number} | {least:.0f} | {a:.1f} | {b:.1f} | {c:.1f} |" for kind, name, number, least, (a, b, c) in table]

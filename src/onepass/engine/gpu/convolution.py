@@ -6,7 +6,7 @@ several times as long as the bytes do. Sums are added in a fixed order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,29 @@ from torch.nn.grad import conv2d_weight
 from onepass.engine import gpu
 
 LAST = torch.channels_last
-ROWS, INNER = 128, 32  # a tile of pixels by (tap, channel)
-WEIGHT_ROWS, WEIGHT_INNER = 64, 64  # the same for the gradient by the weights
-PROGRAMS = 264  # that share the pixels there
+PROGRAMS = 264  # that share the pixels of a gradient by the weights
+
+
+class Tile(NamedTuple):
+    """What a program has at a time: pixels, of each so many numbers of its window, and output channels; and how it is compiled."""
+
+    rows: int
+    inner: int
+    wide: int
+    warps: int = 4
+    stages: int = 3
+
+    def fixed(self) -> dict[str, Any]:
+        precision = "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+        return {"ROWS": self.rows, "INNER": self.inner, "WIDE": self.wide, "PRECISION": precision, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def tile(outputs: int) -> Tile:
+    return Tile(128, 32, gpu.tile_width(outputs))
+
+
+def weight_tile(outputs: int) -> Tile:
+    return Tile(64, 64, gpu.tile_width(outputs))
 
 
 @torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding, bool turned) -> Tensor")
@@ -68,12 +88,11 @@ def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool, 
     side, outputs = weight.shape[2], weight.shape[1 if turned else 0]
     height, width = ((n + 2 * padding - side) // stride + 1 for n in x.shape[2:])
     out = torch.empty((len(x), outputs, height, width), device=x.device, dtype=x.dtype, memory_format=LAST)
-    pixels, wide = len(x) * height * width, gpu.tile_width(outputs)
+    pixels, how = len(x) * height * width, tile(outputs)
     with gpu.device_of(x):
-        _kernels().convolve[(-(-pixels // ROWS), -(-outputs // wide))](
+        _kernels().convolve[(-(-pixels // how.rows), -(-outputs // how.wide))](
             x, weight, out, pixels, *statistics, shortcut, **_sizes(x, out), SIDE=side, STRIDE=stride, PAD=padding,
-            TURNED=turned, NORM=statistics[0] is not None, ADDS=shortcut is not None, RELU=relu,
-            ROWS=ROWS, INNER=INNER, WIDE=wide, PRECISION=_precision(), num_warps=4, num_stages=3,
+            TURNED=turned, NORM=statistics[0] is not None, ADDS=shortcut is not None, RELU=relu, **how.fixed(),
         )  # fmt: skip
     return out
 
@@ -87,22 +106,18 @@ def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int)
         return found.contiguous(memory_format=LAST)
     g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
     inputs, outputs, pixels = x.shape[1], g.shape[1], g.numel() // g.shape[1]
-    programs, wide = min(PROGRAMS, -(-pixels // WEIGHT_ROWS)), gpu.tile_width(outputs)
+    how = weight_tile(outputs)
+    programs = min(PROGRAMS, -(-pixels // how.rows))
     parts = torch.empty((programs, outputs, side, side, inputs), device=x.device, dtype=x.dtype)
     with gpu.device_of(x):
-        _kernels().weights[(programs, -(-side * side * inputs // WEIGHT_INNER), -(-outputs // wide))](
-            x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding,
-            ROWS=WEIGHT_ROWS, INNER=WEIGHT_INNER, WIDE=wide, PRECISION=_precision(), num_warps=4, num_stages=3,
-        )  # fmt: skip
+        _kernels().weights[(programs, -(-side * side * inputs // how.inner), -(-outputs // how.wide))](
+            x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed()
+        )
     return parts.sum(0).permute(0, 3, 1, 2)
 
 
 def _sizes(x: Tensor, out: Tensor) -> dict[str, int]:
     return {"C": x.shape[1], "H": x.shape[2], "W": x.shape[3], "K": out.shape[1], "HEIGHT": out.shape[2], "WIDTH": out.shape[3]}
-
-
-def _precision() -> str:
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
 def _kernels() -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from onepass.engine import gpu
 
 SMALL = 4096  # rows that one kernel does alone
-TILE, MOST = 2048, 1024  # numbers of a tile, and programs
+TILE, WARPS, MOST = 2048, 4, 1024  # numbers of a tile, warps that have one, and programs
 PARTS = 128  # sums of programs that whoever wants to know adds up; more are added up by a kernel of their own
 LAST = torch.channels_last
 
@@ -121,7 +121,7 @@ class _Plan:
             self.warps = max(4, min(16, self.rows * self.wide // 1024))
         else:
             self.wide = gpu.tile_width(channels)
-            self.rows, self.warps = TILE // self.wide, 4
+            self.rows, self.warps = TILE // self.wide, WARPS
         self.blocks, tiles = -(-channels // self.wide), -(-rows // self.rows)
         self.parts = min(tiles, MOST)
         self.fixed = {"C": channels, "ROWS": self.rows, "WIDE": self.wide, "num_warps": self.warps}
