@@ -116,5 +116,29 @@ def test_a_module_that_cannot_be_traced_answers_by_itself(caplog: pytest.LogCapt
     for sign in (1, -1, 1, -1, 1, -1):
         x = sign * torch.rand(5, 4)
         assert torch.allclose(ask(x)[0], module(x))
-    assert "forward passes are not traced" in caplog.text
+    ask(torch.rand(7, 4))
+    assert caplog.text.count("forward passes are not traced") == 1  # whatever the number of examples
     assert architecture.calls >= 6
+
+
+class Fickle(nn.Module):
+    """Every other answer is turned round, and a trace would not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.fc(x)
+        return out if self.calls % 2 else -out
+
+
+def test_a_program_that_answers_otherwise_than_the_module_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    module = Fickle()
+    _, _, ask = answers_of(module)
+    x = torch.rand(5, 4)
+    for _ in range(ENOUGH + 4):
+        answer = ask(x)[0]
+        assert torch.allclose(answer, module.fc(x) * (1 if module.calls % 2 else -1))
+    assert "answers otherwise than the module" in caplog.text
