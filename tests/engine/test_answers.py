@@ -142,3 +142,20 @@ def test_a_program_that_answers_otherwise_than_the_module_is_not_used(caplog: py
         answer = ask(x)[0]
         assert torch.allclose(answer, module.fc(x) * (1 if module.calls % 2 else -1))
     assert "answers otherwise than the module" in caplog.text
+
+
+def test_no_convolution_is_timed_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watching(nn.Linear):
+        seen: list[bool] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(torch.backends.cudnn.benchmark)
+            return super().forward(x)
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    _, _, ask = answers_of(Watching(4, 3))
+    ask(torch.rand(5, 4))
+    with pytest.raises(RuntimeError):
+        ask(torch.rand(5, 9))
+    assert Watching.seen == [False, False]
+    assert torch.backends.cudnn.benchmark
