@@ -40,14 +40,14 @@ class Answers:
             with untried():
                 return self._architecture.call(list(given[:cut]), dict(zip(names, given[cut:-1], strict=True)), given[-1], descriptors)
 
+        if not self._traces or descriptors is not None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return plain(*arguments)  # a pass that is captured is not done again
         # A progressive network answers by the column that is shown.
         shown = getattr(self._architecture.module, "shown", None)
         form = x.shape[1:], x.dtype, shown
         known = self._programs.setdefault(form, {})
-        if not self._traces or descriptors is not None or None in known.values():
+        if None in known.values():
             return plain(*arguments)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return plain(*arguments)  # which is recorded, and not done again
         self._passes[form] = self._passes.get(form, 0) + 1
         if self._passes[form] <= (ENOUGH if shown is None else LONG_ENOUGH):
             return plain(*arguments)
