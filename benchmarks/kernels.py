@@ -175,7 +175,7 @@ def tuned(count: int, device: torch.device) -> Iterable[str]:
         for kind, (name, call, shapes) in kinds.items():
             found = []
             used = getattr(convolution, name)(channels)
-            for shape, width, (warps, stages) in product(shapes, widths, ((4, 3), (4, 4), (8, 3))):
+            for shape, width, (warps, stages) in product(shapes, widths, ((4, 3), (8, 3), (4, 1), (8, 1))):
                 how = convolution.Tile(*shape, width, warps, stages)
                 with patch.object(convolution, name, lambda _, how=how: how), products(device, tf32=True):
                     try:

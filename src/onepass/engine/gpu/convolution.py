@@ -38,7 +38,7 @@ def tile(outputs: int) -> Tile:
 
 
 def weight_tile(outputs: int) -> Tile:
-    return Tile(64, 64, gpu.tile_width(outputs))
+    return Tile(64, 64, gpu.tile_width(outputs), stages=1)  # pixels are what is summed over, and to copy them turned round goes number by number
 
 
 @torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding, bool turned) -> Tensor")
