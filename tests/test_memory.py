@@ -133,6 +133,22 @@ def test_the_current_task_is_invisible_until_it_ends() -> None:
     assert (drawn.x[..., 1] == 0).all()
 
 
+def test_contents_with_room_have_one_shape_and_say_what_is_not_there() -> None:
+    memory = EpisodicMemory(fleet_of(), 4, 6)
+    for task in range(2):
+        memory.begin_task(task)
+        fill(memory, stream(20, task=task), 5)
+        memory.end_task()
+        contents, plain = memory.contents(room=True), memory.contents()
+        assert contents is not None
+        assert plain is not None
+        (wide, owner), (narrow, expected) = contents, plain
+        assert wide.x.shape[1] == wide.slots.shape[1] == owner.shape[1] == 24
+        assert narrow.x.shape[1] == 6 * (task + 1)
+        assert torch.equal(owner[:, : 6 * (task + 1)], expected)
+        assert owner[:, 6 * (task + 1) :].eq(-1).all()
+
+
 def test_the_current_task_is_visible_when_asked_for() -> None:
     memory = EpisodicMemory(fleet_of(), 4, 6, include_current=True)
     fill(memory, stream(3), 10)
