@@ -144,6 +144,28 @@ def test_a_program_that_answers_otherwise_than_the_module_is_not_used(caplog: py
     assert "answers otherwise than the module" in caplog.text
 
 
+def test_a_run_that_has_diverged_answers_by_itself_and_says_nothing_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    architecture = Counted(mlp(4, [5], 3).eval(), lambda x: x)
+    answers, row = Answers(architecture, True), architecture.flatten(architecture.module)
+    lost = architecture.views(torch.full_like(row, torch.nan))
+    for _ in range(ENOUGH + 1):
+        assert answers(lost, {}, torch.rand(5, 4), None)[0].isnan().all()
+    x = torch.rand(5, 4)
+    for _ in range(2):
+        assert torch.allclose(answers(architecture.views(row), {}, x, None)[0], architecture.module(x))
+    assert answers(lost, {}, torch.rand(7, 4), None)[0].isnan().all()
+    assert not caplog.records
+
+
+def test_images_of_another_layout_have_a_program_of_their_own() -> None:
+    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    _, _, ask = answers_of(module)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        for _ in range(ENOUGH + 2):
+            x = torch.rand(5, 2, 8, 8).contiguous(memory_format=layout)
+            assert torch.allclose(ask(x)[0], module(x), atol=1e-5)
+
+
 def test_no_convolution_is_timed_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watching(nn.Linear):
         seen: list[bool] = []
@@ -154,8 +176,12 @@ def test_no_convolution_is_timed_for_an_answer(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     _, _, ask = answers_of(Watching(4, 3))
-    ask(torch.rand(5, 4))
+    with monkeypatch.context() as patched:
+        patched.setattr(module_under_test, "make_fx", lambda function: nn.Module() and type("Made", (), {"forward": staticmethod(function)}))
+        for _ in range(ENOUGH + 3):  # a program is among them
+            ask(torch.rand(5, 4))
     with pytest.raises(RuntimeError):
         ask(torch.rand(5, 9))
-    assert Watching.seen == [False, False]
+    assert len(Watching.seen) > ENOUGH + 3
+    assert not any(Watching.seen)
     assert torch.backends.cudnn.benchmark

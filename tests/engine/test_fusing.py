@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from operator import getitem
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,93 @@ THEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, int]]] = {
     "written over": (lambda a, b: a.relu_() + b, {}),
     "a clamp": (lambda a, b: a.clamp(min=0.5) + nn.functional.threshold(b, 0.2, 0), {"norm.default": 2, "threshold_backward.default": 1}),
 }
+
+
+class Free(nn.Module):
+    """Layers, and a function that uses them."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.use = use
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def free(use: Callable[[Any, Tensor], Tensor], **options: Any) -> Free:
+    window = {"kernel_size": 3, "padding": 1, "bias": False} | options
+    layers = {"a": nn.Conv2d(4, 4, **window), "b": nn.Conv2d(4, 4, **window), "n": nn.BatchNorm2d(4), "m": nn.BatchNorm2d(4)}
+    net = Free(use, **layers, flat=nn.Linear(256, 256), fc=nn.LazyLinear(CLASSES))
+    net(torch.randn(3, 4, 8, 8).contiguous(memory_format=torch.channels_last))
+    return net
+
+
+def written_in_between(net: Any, x: Tensor) -> Tensor:
+    t = x * 2
+    y = net.n(net.a(x))
+    t[:, 0] = 0
+    return net.fc((y + t).relu().flatten(1))  # type: ignore[no-any-return]
+
+
+def written_before_the_norm(net: Any, x: Tensor) -> Tensor:
+    x = net.a(x)
+    h = net.b(x)
+    x.relu_()
+    return net.fc((net.n(h) + x).flatten(1))  # type: ignore[no-any-return]
+
+
+def shortcut_of_another_layout(net: Any, x: Tensor) -> Tensor:
+    t = net.flat(x.flatten(1)).view(-1, 4, 8, 8)
+    return net.fc((t + net.n(net.a(x))).relu().flatten(1))  # type: ignore[no-any-return]
+
+
+def shared_norm(net: Any, x: Tensor) -> Tensor:
+    return net.fc((net.n(net.b(net.n(net.a(x)).relu())) + x).relu().flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use", [written_in_between, written_before_the_norm, shortcut_of_another_layout, shared_norm], ids=lambda use: use.__name__)
+def test_nothing_is_moved_past_what_it_depends_on(use: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "MANY", 0)
+    net = free(use)
+    if use is not written_before_the_norm:  # which autograd refuses
+        program(deepcopy(net).train())
+    x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    made = make_fx(net.eval())(x.clone(memory_format=torch.preserve_format))
+    fuse_answers(made.graph)
+    made.recompile()
+    assert torch.allclose(made(x.clone(memory_format=torch.preserve_format)), net(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": 1, "padding": 1}, {"kernel_size": 3, "padding": 3}, {"kernel_size": 3, "padding": 2}], ids=str)
+def test_a_padding_as_wide_as_the_window_is_left_to_torch(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "MANY", 0)
+    _, count = program(free(lambda net, x: net.fc(net.n(net.b(net.a(x))).flatten(1)), **options).train())
+    assert ("convolve.default" in count) == (options["padding"] < options["kernel_size"])
+
+
+def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    aten = torch.ops.aten
+
+    def as_on_a_gpu(graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target == aten.native_batch_norm.default:
+                node.target = aten.cudnn_batch_norm.default
+                with graph.inserting_after(list(node.users)[-1]):
+                    kept[node] = graph.call_function(getitem, (node, 3))
+            elif node.target == aten.native_batch_norm_backward.default:
+                g, x, weight, running_mean, running_var, mean, inverse, _, eps, _ = node.args
+                node.target = aten.cudnn_batch_norm_backward.default
+                assert isinstance(mean, fx.Node)
+                node.args = (x, g, weight, running_mean, running_var, mean, inverse, eps, kept[mean.args[0]])
+        fusing.fuse(graph)
+
+    kept: dict[Any, fx.Node] = {}
+    monkeypatch.setattr("onepass.engine.program.fuse", as_on_a_gpu)
+    made, count = program(ResNet(4, CLASSES, (1, 1), 4).train())
+    assert count["norm.default"] == 6
+    assert "cudnn" not in made.code
 
 
 @pytest.mark.parametrize("name", THEN)

@@ -82,6 +82,47 @@ def test_batch_norm_without_running_statistics_moves_none() -> None:
         assert close(out, functional.batch_norm(x.double(), None, None, weight.double(), bias.double(), True).relu())
 
 
+@pytest.mark.parametrize("shape", [(3, 20, 5, 5), (5, 20, 32, 32)], ids=str)
+def test_weights_and_statistics_may_lie_anywhere(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, g, table = images(*shape), images(*shape), torch.rand(shape[1], 4, device=DEVICE) + 0.5
+    first = norm(x, table[:, 0], table[:, 1], None, None, None, 0.1, 1e-3, True)
+    second = norm(x, table[:, 0].clone(), table[:, 1].clone(), None, None, None, 0.1, 1e-3, True)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    _, mean, inverse = first
+    back = norm_backward(g, None, x, table[:, 0], table[:, 1], mean, inverse, None, True, True)
+    again = norm_backward(g, None, x, table[:, 0].clone(), table[:, 1].clone(), mean, inverse, None, True, True)
+    assert all(torch.equal(one, other) for one, other in zip(back, again, strict=True))
+    w = images(20, 20, 3, 3)
+    columns = table.unbind(1)
+    one, other = (
+        convolve_norm(x, w, 1, 1, *(column.clone() if cloned else column for column in columns), 1e-3, None, True) for cloned in (False, True)
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 5, 5), (5, 20, 32, 32)], ids=str)
+@pytest.mark.parametrize("by_out", [False, True])
+def test_what_is_not_a_number_stays_so(shape: tuple[int, ...], by_out: bool) -> None:
+    x, g, ones = images(*shape), images(*shape), torch.ones(shape[1], device=DEVICE)
+    x[0, 3, 2, 2] = torch.nan
+    out, mean, inverse = norm(x, ones, ones, None, None, None, 0.1, 1e-3, True)
+    assert out[:, 3].isnan().all()
+    assert out[:, :3].isfinite().all()
+    *found, kept = norm_backward(g, None, x, ones, ones, mean, inverse, out if by_out else None, True, True)
+    assert found[0][:, 3].isnan().all()
+    assert torch.equal(kept[:, 3], g[:, 3])  # as torch's derivative of ReLU
+    assert convolve_norm(x, images(4, 20, 3, 3), 1, 1, *torch.ones(4, 4, device=DEVICE), 1e-3, None, True)[0, :, 2, 2].isnan().all()
+
+
+def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None:
+    torch.manual_seed(0)
+    x, ones = images(5, 4, 32, 32), torch.ones(4, device=DEVICE)
+    x[0, :, 0, 0] = 70.0
+    out, *_ = norm(x, ones, ones, None, None, None, 0.1, 1e-5, False)
+    assert close(out, functional.batch_norm(x.double(), None, None, ones.double(), ones.double(), True))
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["float32", "TF32"])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "size", "stride", "side"),

@@ -83,7 +83,7 @@ def convolve_norm(
 
 def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool, behind: tuple[Any, ...] = (None,) * 6, relu: bool = False) -> Tensor:
     x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
-    *statistics, shortcut = behind
+    *statistics, shortcut = (part.contiguous() if isinstance(part, Tensor) and part.dim() == 1 else part for part in behind)
     shortcut = None if shortcut is None else shortcut.contiguous(memory_format=LAST)
     side, outputs = weight.shape[2], weight.shape[1 if turned else 0]
     height, width = ((n + 2 * padding - side) // stride + 1 for n in x.shape[2:])

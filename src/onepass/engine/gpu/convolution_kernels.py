@@ -57,7 +57,7 @@ def convolve(
         if ADDS:
             total += tl.load(shortcut + at, mask=mask, other=0.0)
         if RELU:
-            total = tl.maximum(total, 0.0)
+            total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + at, total, mask=mask)
 
 

@@ -53,6 +53,7 @@ def norm(
             running_var.lerp_(variance * rows / (rows - 1), share)
         return (out.relu() if relu else out).contiguous(memory_format=LAST), mean, inverse
     x, shortcut = x.contiguous(memory_format=LAST), None if shortcut is None else shortcut.contiguous(memory_format=LAST)
+    weight, bias = weight.contiguous(), bias.contiguous()
     out, mean, inverse = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     plan, kernels = _Plan(rows, channels), _kernels()
     how = {"RELU": relu, "ADDS": shortcut is not None, "MOVES": running_mean is not None}
@@ -82,12 +83,13 @@ def norm_backward(
         hat = (x - _wide(mean)) * _wide(inverse)
         z = g if more is None else g + more
         if relu:
-            z = z * ((_wide(weight) * hat + _wide(bias) if out is None else out) > 0)
+            z = torch.where((_wide(weight) * hat + _wide(bias) if out is None else out) <= 0, 0.0, z)
         ones, products = z.sum((0, 2, 3)), (z * hat).sum((0, 2, 3))
         count = x.numel() // x.shape[1]
         gx = _wide(weight * inverse) * (z - _wide(ones / count) - hat * _wide(products / count))
         return gx.contiguous(memory_format=LAST), products, ones, z.contiguous(memory_format=LAST).clone() if keep else z.new_empty(0)
     g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
+    weight, bias, mean, inverse = (t.contiguous() for t in (weight, bias, mean, inverse))
     more, out = (None if t is None else t.contiguous(memory_format=LAST) for t in (more, out))
     rows, channels, gx = x.numel() // x.shape[1], x.shape[1], torch.empty_like(x)
     z = torch.empty_like(x) if keep else x.new_empty(0)

@@ -30,16 +30,24 @@ def answer(v, mean, scale, shift, shortcut, at, mask, RELU: tl.constexpr, ADDS: 
     if ADDS:
         v += tl.load(shortcut + at, mask=mask, other=0.0)
     if RELU:
-        v = tl.maximum(v, 0.0)
+        v = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return v
 
 
 @triton.jit
+def about(x, rows, c, mine, C: tl.constexpr, ROWS: tl.constexpr):
+    """The mean of the first rows of each column."""
+    row = tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & mine[None, :]
+    return tl.sum(tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0), 0) / tl.minimum(rows, ROWS)
+
+
+@triton.jit
 def moments(x, sums, rows, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Σ (x − p) and Σ (x − p)² of every column, where p is its first number, so that little cancels."""
+    """Σ (x − p) and Σ (x − p)² of every column, where p is near its mean, so that little cancels."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     c, mine = columns(tl.program_id(1), C, WIDE)
-    pivot = tl.load(x + c, mask=mine, other=0.0)
+    pivot = about(x, rows, c, mine, C, ROWS)
     first, second = tl.zeros([ROWS, WIDE], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
     for start in range(program * ROWS, rows, programs * ROWS):
         row = start + tl.arange(0, ROWS)
@@ -83,8 +91,8 @@ def normalise(
     c, mine = columns(tl.program_id(1), C, WIDE)
     first, second = summed(sums, parts, c, mine, C, WIDE, PARTS)
     first = first / rows
-    mean = tl.load(x + c, mask=mine, other=0.0) + first
-    variance = tl.maximum(second / rows - first * first, 0.0)
+    mean = about(x, rows, c, mine, C, ROWS) + first
+    variance = tl.maximum(second / rows - first * first, 0.0, propagate_nan=tl.PropagateNan.ALL)
     inverse = tl.rsqrt(variance + eps)
     if program == 0:
         note(c, mine, mean, inverse, variance, means, inverses, running_mean, running_var, share, rows, MOVES)
@@ -126,9 +134,9 @@ def derived(
         z += tl.load(more + at, mask=mask, other=0.0)
     if RELU:
         if BY_OUT:
-            z = tl.where(tl.load(out + at, mask=mask, other=0.0) > 0, z, 0.0)
+            z = tl.where(tl.load(out + at, mask=mask, other=0.0) <= 0, 0.0, z)  # what is not a number lets a gradient through, as torch does
         else:
-            z = tl.where(far * scale[None, :] + shift[None, :] > 0, z, 0.0)
+            z = tl.where(far * scale[None, :] + shift[None, :] <= 0, 0.0, z)
     return z, far * inverse[None, :]
 
 
