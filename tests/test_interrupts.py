@@ -87,7 +87,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGINT), pytest.param(2, signal.SIGINT, marks=pytest.mark.long), (2, signal.SIGTERM)])
 def test_after_an_interrupt_everything_finished_is_kept_and_nothing_else(
     workers: int, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path
 ) -> None:
@@ -118,7 +118,7 @@ def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start
     command.wait_until(lambda: not command.processes())
 
 
-@pytest.mark.parametrize("wait", [0.5, 2.0])
+@pytest.mark.parametrize("wait", [0.5, pytest.param(2.0, marks=pytest.mark.long)])
 def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(wait: float, start: Callable[..., Started], tmp_path: Path) -> None:
     command = start("run", "quickstart", "--methods", "ewc", "--set", "batch_size=1", "--workers", "2", "--out", str(tmp_path / "out"))
     command.wait_until(lambda: (tmp_path / "out" / "study.sqlite").exists())

@@ -57,7 +57,7 @@ def assert_same(found: list[Record], expected: list[Record]) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_run_that_is_interrupted_anywhere_ends_bit_identical(name: str, count: int, tmp_path: Path) -> None:
     expected = learn(name, None, count)
     for stop in (2, 5):  # between tasks and in the middle of one

@@ -82,7 +82,7 @@ def stored(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, id="3"), pytest.param(50, id="50", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(2, id="2"), pytest.param(50, id="50", marks=pytest.mark.long)])
 def test_a_study_killed_at_random_moments_ends_bit_identical(kills: int, expected: tuple[dict[str, Record], float], tmp_path: Path) -> None:
     undisturbed, seconds = expected
     random_, done, studies = random.Random(kills), 0, 0
