@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onepass.engine.architecture import Architecture
+from onepass.engine.branches import is_branching
 from onepass.engine.gpu.fusing import fuse_answers, usable
 from onepass.engine.precision import products, untried
 from onepass.errors import first_line, is_out_of_memory
@@ -42,18 +43,31 @@ class Answers:
         with untried():
             return self._program(plain, arguments, descriptors)(*arguments)
 
+    def settled(self, x: Tensor) -> bool:
+        """Is it clear by which program such examples are answered, or that it is by none?"""
+        known = self._programs.get(self._form(x), {})
+        return len(x) in known or None in known.values()
+
+    def _form(self, x: Tensor) -> Hashable:
+        return (
+            x.shape[1:],
+            x.stride()[1:],
+            x.dtype,
+            getattr(self._architecture.module, "shown", None),
+        )  # the column by which a progressive one answers
+
     def _program(self, plain: Program, arguments: list[Tensor], descriptors: Tensor | None) -> Program:
         x = arguments[-1]
-        if not self._traces or descriptors is not None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return plain  # a pass that is captured is not done again
-        # A progressive network answers by the column that is shown.
-        shown = getattr(self._architecture.module, "shown", None)
-        form = x.shape[1:], x.stride()[1:], x.dtype, shown
+        if not self._traces or descriptors is not None:
+            return plain
+        form = self._form(x)
         known = self._programs.setdefault(form, {})
         if None in known.values():
             return plain
+        if is_branching():  # a pass that is captured is not done again
+            return known.get(len(x)) or plain
         self._passes[form] = self._passes.get(form, 0) + 1
-        if self._passes[form] <= (ENOUGH if shown is None else LONG_ENOUGH):
+        if self._passes[form] <= (LONG_ENOUGH if hasattr(self._architecture.module, "shown") else ENOUGH):
             return plain
         if len(x) not in known:
             with products(x.device, tf32=False):  # TF32 is about as far off as what is looked for

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -211,6 +211,29 @@ def lane(number: int) -> Iterator[None]:
         yield
     finally:
         mode.lane = None
+
+
+def is_branching() -> bool:
+    """Are operations being captured on branches?"""
+    return isinstance(_get_current_dispatch_mode(), Branches)
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None: ...
+
+
+def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]) -> Graph:
+    """A CUDA graph of some pieces of work on branches. Nothing is done yet."""
+    graph, room = torch.cuda.CUDAGraph(), torch.cuda.get_device_properties(device).total_memory // 32
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), Branches(streams(device), room) as branches:
+        for step in work:
+            step()
+            branches.end_step()
+        branches.join()
+    return graph
 
 
 @cache

@@ -19,7 +19,9 @@ from torch.func import vmap
 from onepass.draws import Purpose, Source
 from onepass.engine.answers import Answers
 from onepass.engine.architecture import Architecture, Prepare
+from onepass.engine.branches import lane
 from onepass.engine.gradients import Gradients, Loss, Mode, Point
+from onepass.engine.looks import Looks
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
@@ -150,6 +152,7 @@ class Fleet:
         modules[0].to(self.device)
         self.gradients = Gradients(self.architecture, self._mode, self.runs)
         self.answers = Answers(self.architecture, traces=self.device.type == "cuda")
+        self.looks = Looks()
 
     # ---- what learners call
 
@@ -192,18 +195,26 @@ class Fleet:
     def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
         """Logits and features in evaluation mode; changes nothing."""
         self.architecture.module.eval()
-        statistics = dict(self.buffers if buffers is None else buffers)
-        parameters = self.architecture.views(self.theta if theta is None else theta)
+        mine = theta is None and buffers is None
+        theta, statistics = self.theta if theta is None else theta, dict(self.buffers if buffers is None else buffers)
+        parameters = self.architecture.views(theta)
         if self.gradients.stacked and self.device.type == "cuda":
             described = None if self.descriptors is None else 0
             return Output(*vmap(self.architecture.call, in_dims=(0, 0, 0, described))(parameters, statistics, batch.x, self.descriptors))
+        depends = theta.data_ptr(), getattr(self.architecture.module, "shown", None)
+        settled = mine and self.answers.settled(batch.x[0])
+        return Output(*self.looks(lambda x: self._answers(parameters, statistics, x), batch.x, depends, settled))
+
+    def _answers(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run by run."""
         results = []
         for r in range(self.runs):
-            mine = {name: b[r] for name, b in statistics.items()}
-            described_r = None if self.descriptors is None else self.descriptors[r]
-            results.append(self.answers([p[r] for p in parameters], mine, batch.x[r], described_r))
+            mine = {name: b[r] for name, b in buffers.items()}
+            described = None if self.descriptors is None else self.descriptors[r]
+            with lane(r):
+                results.append(self.answers([p[r] for p in parameters], mine, x[r], described))
         logits, features = zip(*results, strict=True)
-        return Output(torch.stack(logits), torch.stack(features))
+        return torch.stack(logits), torch.stack(features)
 
     # ---- what the training loop calls
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepass.engine.branches import Branches, streams
+from onepass.engine.branches import Graph, captured, streams
 from onepass.engine.fleet import Fleet, Steps
 from onepass.errors import first_line, is_out_of_memory
 from onepass.streams.batch import Batch
@@ -52,12 +52,6 @@ class Captured(Steps, Protocol):
 
     @property
     def memory(self) -> Lookups | None: ...
-
-
-class Graph(Protocol):
-    """Recorded work."""
-
-    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -181,16 +175,7 @@ class Replays:
         self._take(batch)
 
     def _record(self, work: Sequence[Callable[[], None]]) -> Graph:
-        """A graph of some pieces of work. Nothing is done yet."""
-        device, graph = self._fleet.device, torch.cuda.CUDAGraph()
-        room = torch.cuda.get_device_properties(device).total_memory // 32
-        torch.cuda.synchronize(device)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), Branches(streams(device), room) as branches:
-            for step in work:
-                step()
-                branches.end_step()
-            branches.join()
-        return graph
+        return captured(self._fleet.device, self._pool, work)
 
     def _check(self, before: Mapping[str, Any], steps: int) -> None:
         """Raise if the captured steps did something that a replay does not repeat."""

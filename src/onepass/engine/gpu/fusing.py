@@ -17,8 +17,8 @@ from onepass.errors import first_line, is_out_of_memory
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-MANY = 50_000  # pixels of a convolution's output: below, what cuDNN has is as good
-NARROW = 64  # channels: above, too
+# From how many pixels of its output and up to how many channels a convolution is ours; `benchmarks/kernels.py` has both.
+MANY, NARROW = 50_000, 64
 
 # The places of weight, bias, running mean and variance, `training`, share and ε in the arguments; the input comes first.
 _NORMS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default}

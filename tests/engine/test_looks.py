@@ -1,0 +1,131 @@
+"""Answers that are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.engine import answers, fleet, looks
+from onepass.engine.fleet import Fleet
+from onepass.engine.looks import Looks
+from onepass.models.mlp import mlp
+from onepass.models.progressive import Progressive
+from onepass.models.resnet import ResNet
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
+from simulated import Graph, Recording
+from toys import small_net
+
+
+class Simulated(Looks):
+    """On a CPU."""
+
+    device = "cpu"
+    recorded = 0
+
+    def _record(self, device: torch.device, work: Callable[[], None]) -> Any:
+        Simulated.recorded += 1
+        graph = Graph(Random(0))
+        with Recording(graph) as branches:
+            work()
+            branches.end_step()
+            branches.join()
+        graph.undo()
+        return graph
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ENOUGH", 3)
+    monkeypatch.setattr(fleet, "Looks", Simulated)
+    monkeypatch.setattr(fleet, "Answers", lambda architecture, traces: answers.Answers(architecture, True))
+    monkeypatch.setattr(Simulated, "recorded", 0)
+
+
+def runs(build: Callable[[], torch.nn.Module], count: int = 3) -> Fleet:
+    return Fleet(build, range(count), Slots.separate(3, 2), [0.1] * count, gradients="looped")
+
+
+def batch(n: int, *shape: int) -> Batch:
+    return Batch(torch.randn(3, n, *shape), torch.zeros(3, n, dtype=torch.int64))
+
+
+def truth(learners: Fleet, given: Batch) -> Tensor:
+    parameters = learners.architecture.views(learners.theta)
+    rows = []
+    for r in range(learners.runs):
+        buffers = {name: b[r] for name, b in learners.buffers.items()}
+        rows.append(learners.architecture.call([p[r] for p in parameters], buffers, given.x[r], None)[0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("build", "shape"), [(lambda: small_net(6), (6,)), (lambda: ResNet(4, 6, (1, 1)), (3, 8, 8))], ids=["net", "residual"])
+def test_captured_answers_are_those_of_the_moment(build: Callable[[], torch.nn.Module], shape: tuple[int, ...]) -> None:
+    learners = runs(build)
+    kept = []
+    for step in range(6):
+        with torch.no_grad():
+            learners.theta += 0.01 * torch.randn_like(learners.theta)
+            for buffer in learners.buffers.values():
+                buffer += 0.1
+        for n in (5, 7):
+            given = batch(n, *shape)
+            found = learners.forward(given)
+            assert torch.allclose(found.logits, truth(learners, given), atol=1e-5), step
+            kept.append((found.logits, found.logits.clone()))
+    assert Simulated.recorded == 2
+    assert all(torch.equal(one, other) for one, other in kept)  # nobody writes over what was given away
+
+
+def test_other_parameters_and_large_batches_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    learners = runs(lambda: small_net(6))
+    given, other = batch(5, 6), learners.theta * 2
+    monkeypatch.setattr(looks, "LARGEST", 30)
+    for _ in range(6):
+        learners.forward(given, theta=other)
+    assert Simulated.recorded == 0
+    for _ in range(6):
+        assert torch.allclose(learners.forward(given).logits, truth(learners, given))
+        learners.forward(batch(6, 6))
+    assert Simulated.recorded == 1
+    twice = learners.forward(given, theta=other).logits
+    learners.theta *= 2
+    assert torch.allclose(twice, truth(learners, given))
+
+
+def test_each_column_of_a_progressive_network_is_captured_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "LONG_ENOUGH", 3)
+    learners = runs(lambda: Progressive(lambda: mlp(6, [5], 6), 2))
+    with torch.no_grad():
+        learners.theta.normal_()
+    given, module = batch(5, 6), learners.architecture.module
+    for shown in (0, 1) * 6:
+        module.shown = shown  # type: ignore[assignment]
+        assert torch.allclose(learners.forward(given).logits, truth(learners, given), atol=1e-5)
+    assert Simulated.recorded == 2
+
+
+def test_what_cannot_be_captured_is_answered_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(self: Looks, *_: Any) -> Any:
+        raise RuntimeError("no graphs today")
+
+    monkeypatch.setattr(Simulated, "_record", fails)
+    learners, given = runs(lambda: small_net(6)), batch(5, 6)
+    for _ in range(6):
+        assert torch.allclose(learners.forward(given).logits, truth(learners, given))
+    assert caplog.text.count("answers are not captured but computed one by one: no graphs today") == 1
+
+
+def test_only_so_many_graphs_are_kept() -> None:
+    learners = runs(lambda: small_net(6))
+    for n in range(4, 12):
+        given = batch(n, 6)
+        for _ in range(3):
+            assert torch.allclose(learners.forward(given).logits, truth(learners, given))
+    assert Simulated.recorded == 8
+    assert len(learners.looks._graphs) == looks.KEPT
