@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from onepass.draws import Purpose, Source
+from onepass.engine.fleet import Fleet
+from onepass.engine.precision import products
 from onepass.learners import METHODS
+from onepass.models.resnet import ResNet
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams import STREAMS
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
 from toys import ToyStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -65,3 +72,24 @@ def test_a_step_never_waits_for_the_gpu(method: str) -> None:
         if learner.needs_review:
             learner.review(feed.batches(phase))
         learner.end_task()
+
+
+def test_answers_of_a_residual_network_on_the_gpu_are_those_of_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    cpu, gpu = (
+        Fleet(partial(ResNet, 20, 6), range(3), Slots.separate(3, 2), [0.1] * 3, device=device, gradients="looped") for device in ("cpu", "cuda")
+    )
+    with products(gpu.device, tf32=False):
+        for step in range(30):
+            for one, other in [(cpu.theta, gpu.theta), *((b, gpu.buffers[name]) for name, b in cpu.buffers.items())]:
+                one += 0.01 * torch.rand_like(one)
+                if one is not cpu.theta:
+                    other.copy_(one)
+            for mine, theirs in zip(cpu.architecture.views(cpu.theta), gpu.architecture.views(gpu.theta), strict=True):
+                theirs.copy_(mine)  # parameters lie at other places there
+            x = torch.randn(3, (9, 60)[step % 2], 3, 16, 16)
+            batch = Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64))
+            found = gpu.forward(Batch(x.cuda(), batch.slots.cuda())).logits.cpu()
+            expected = cpu.forward(batch).logits
+            assert float((found - expected).norm()) < 1e-4 * float(expected.norm())
+    assert len(gpu.looks._graphs) == 2
+    assert not caplog.records
