@@ -21,6 +21,8 @@ from onepass.streams.slots import Slots
 from simulated import Graph, Recording
 from toys import small_net
 
+LUCK = Random(0)
+
 
 class Simulated(Looks):
     """On a CPU."""
@@ -30,7 +32,7 @@ class Simulated(Looks):
 
     def _record(self, device: torch.device, work: Callable[[], None]) -> Any:
         Simulated.recorded += 1
-        graph = Graph(Random(0))
+        graph = Graph(LUCK)
         with Recording(graph) as branches:
             work()
             branches.end_step()
@@ -77,7 +79,10 @@ def test_captured_answers_are_those_of_the_moment(build: Callable[[], torch.nn.M
             given = batch(n, *shape)
             found = learners.forward(given)
             assert torch.allclose(found.logits, truth(learners, given), atol=1e-5), step
-            kept.append((found.logits, found.logits.clone()))
+            assert torch.allclose(
+                found.features, learners._answers(learners.architecture.views(learners.theta), learners.buffers, given.x)[1], atol=1e-5
+            )
+            kept += [(found.logits, found.logits.clone()), (found.features, found.features.clone())]
     assert Simulated.recorded == 2
     assert all(torch.equal(one, other) for one, other in kept)  # nobody writes over what was given away
 
@@ -85,7 +90,7 @@ def test_captured_answers_are_those_of_the_moment(build: Callable[[], torch.nn.M
 def test_other_parameters_and_large_batches_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     learners = runs(lambda: small_net(6))
     given, other = batch(5, 6), learners.theta * 2
-    monkeypatch.setattr(looks, "LARGEST", 30)
+    monkeypatch.setattr(looks, "LARGEST", 3 * 30)
     for _ in range(6):
         learners.forward(given, theta=other)
     assert Simulated.recorded == 0
@@ -121,11 +126,69 @@ def test_what_cannot_be_captured_is_answered_all_the_same(monkeypatch: pytest.Mo
     assert caplog.text.count("answers are not captured but computed one by one: no graphs today") == 1
 
 
-def test_only_so_many_graphs_are_kept() -> None:
+def test_only_so_many_graphs_are_made() -> None:
     learners = runs(lambda: small_net(6))
-    for n in range(4, 12):
-        given = batch(n, 6)
-        for _ in range(3):
+    for _ in range(3):
+        for n in range(4, 12):
+            given = batch(n, 6)
             assert torch.allclose(learners.forward(given).logits, truth(learners, given))
-    assert Simulated.recorded == 8
-    assert len(learners.looks._graphs) == looks.KEPT
+    assert Simulated.recorded == looks.KEPT
+
+
+class Fickle(torch.nn.Module):
+    """Every other answer is turned round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = torch.nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.fc(x)
+        return out if self.calls % 2 else -out
+
+
+def test_a_module_that_is_not_traced_is_not_captured_either() -> None:
+    learners, given = runs(Fickle), batch(5, 6)
+    for _ in range(6):
+        learners.forward(given)
+    before = learners.architecture.module.calls
+    learners.forward(given)
+    assert learners.architecture.module.calls == before + 3  # type: ignore[operator]
+    assert Simulated.recorded == 0
+
+
+def test_answers_follow_what_lies_elsewhere_now() -> None:
+    learners, given = runs(lambda: ResNet(4, 6, (1, 1))), batch(5, 3, 8, 8)
+    for _ in range(4):
+        learners.forward(given)
+    assert Simulated.recorded == 1
+    other = {name: buffer + 1 for name, buffer in learners.buffers.items()}
+    found = learners.forward(given, buffers=other).logits
+    learners.buffers.update(other)
+    assert torch.allclose(found, truth(learners, given), atol=1e-5)
+    assert torch.allclose(learners.forward(given).logits, truth(learners, given), atol=1e-5)
+    learners.theta = learners.theta * 2
+    assert torch.allclose(learners.forward(given).logits, truth(learners, given), atol=1e-5)
+
+
+def test_a_graph_of_inference_mode_serves_outside_of_it_too() -> None:
+    learners, given = runs(lambda: small_net(6)), batch(5, 6)
+    with torch.inference_mode():
+        for _ in range(4):
+            learners.forward(given)
+    assert Simulated.recorded == 1
+    assert torch.allclose(learners.forward(given).logits, truth(learners, given))
+
+
+def test_inside_a_capture_nothing_else_is_captured() -> None:
+    learners, given = runs(lambda: small_net(6)), batch(5, 6)
+    for _ in range(3):
+        learners.forward(given)
+    graph, found = Graph(LUCK), list[Tensor]()
+    learners.looks, Simulated.recorded = Simulated(), 0
+    with Recording(graph) as branches:
+        for n in (5, 9):
+            found.append(learners.forward(batch(n, 6)).logits)
+        branches.join()
+    assert Simulated.recorded == 0

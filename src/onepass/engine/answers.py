@@ -44,9 +44,8 @@ class Answers:
             return self._program(plain, arguments, descriptors)(*arguments)
 
     def settled(self, x: Tensor) -> bool:
-        """Is it clear by which program such examples are answered, or that it is by none?"""
-        known = self._programs.get(self._form(x), {})
-        return len(x) in known or None in known.values()
+        """Is there a program that answers such examples?"""
+        return self._programs.get(self._form(x), {}).get(len(x)) is not None
 
     def _form(self, x: Tensor) -> Hashable:
         return (

@@ -227,18 +227,27 @@ class Graph(Protocol):
 def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]) -> Graph:
     """A CUDA graph of some pieces of work on branches. Nothing is done yet."""
     graph, room = torch.cuda.CUDAGraph(), torch.cuda.get_device_properties(device).total_memory // 32
+    others, before = streams(device), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), Branches(streams(device), room) as branches:
-        for step in work:
-            step()
-            branches.end_step()
-        branches.join()
+    # A capture that fails leaves torch on the stream of the capture, but for the first of these.
+    with torch.cuda.stream(before), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), Branches(others, room) as branches:
+        try:
+            for step in work:
+                step()
+                branches.end_step()
+        finally:
+            branches.join()  # or an error of the work becomes one of the graph
     return graph
 
 
-@cache
 def streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """The branches of all graphs of a device. Each has multiplied once: the library for that takes memory then, which is not a graph's."""
+    """The branches of all graphs of a device, made outside any capture."""
+    return _streams(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _streams(device: int) -> list[torch.cuda.Stream]:
+    """Each has multiplied once: the library for that takes memory then, which is not a graph's."""
     streams = [torch.cuda.Stream(device) for _ in range(WIDTH)]  # type: ignore[no-untyped-call]
     for stream in streams:
         with torch.cuda.stream(stream):

@@ -201,7 +201,8 @@ class Fleet:
         if self.gradients.stacked and self.device.type == "cuda":
             described = None if self.descriptors is None else 0
             return Output(*vmap(self.architecture.call, in_dims=(0, 0, 0, described))(parameters, statistics, batch.x, self.descriptors))
-        depends = theta.data_ptr(), getattr(self.architecture.module, "shown", None)
+        places = [t.data_ptr() for t in (theta, *statistics.values())]
+        depends = *places, getattr(self.architecture.module, "shown", None), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
         settled = mine and self.answers.settled(batch.x[0])
         return Output(*self.looks(lambda x: self._answers(parameters, statistics, x), batch.x, depends, settled))
 

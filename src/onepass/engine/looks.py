@@ -15,7 +15,7 @@ from onepass.errors import first_line
 log = logging.getLogger(__name__)
 
 Pair = tuple[Tensor, Tensor]
-LARGEST = 2**22  # numbers of a run's examples: with more of them the GPU takes longer than the host does to start it
+LARGEST = 2**23  # numbers of all runs' examples: with more of them the GPU takes longer than the host does to start it, and a graph holds too much
 KEPT = 4  # graphs
 
 
@@ -37,9 +37,9 @@ class Looks:
 
     def __call__(self, answer: Callable[[Tensor], Pair], x: Tensor, depends: Hashable, settled: bool) -> Pair:
         """`depends` is what decides the answer besides the values of tensors; `settled` says that it is computed the same way from now on."""
-        key = x.shape, x.dtype, depends
-        worth = self._on and x.device.type == self.device and x[0].numel() <= LARGEST and settled and not is_branching()
-        if worth and key not in self._graphs:
+        key = x.shape, x.stride()[1:], x.dtype, depends
+        worth = self._on and x.device.type == self.device and x.numel() <= LARGEST and settled and not is_branching()
+        if worth and key not in self._graphs and len(self._graphs) < KEPT:
             self._capture(key, answer, x)
         look = self._graphs.get(key) if worth else None
         if look is None:
@@ -49,17 +49,16 @@ class Looks:
         return look.logits.clone(), look.features.clone()
 
     def _capture(self, key: Hashable, answer: Callable[[Tensor], Pair], x: Tensor) -> None:
-        static, found = x.clone(memory_format=torch.contiguous_format), list[Tensor]()
         try:
-            answer(static)  # so that all it needs is in its place
-            graph = self._record(x.device, lambda: found.extend(answer(static)))
+            with torch.inference_mode(False), torch.no_grad():  # or nobody could write to what is captured there
+                static, found = x.clone(), list[Tensor]()
+                answer(static)  # so that all it needs is in its place
+                graph = self._record(x.device, lambda: found.extend(answer(static)))
         except Exception as reason:  # whatever cannot be captured, for want of memory too: the answer does not need it
             log.warning("answers are not captured but computed one by one: %s", first_line(reason))
             self._on = False
             return
         self._graphs[key] = _Look(static, graph, found[0], found[1])
-        if len(self._graphs) > KEPT:
-            del self._graphs[next(iter(self._graphs))]
 
     def _record(self, device: torch.device, work: Callable[[], None]) -> Graph:
         return captured(device, None, [work])
