@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -164,6 +163,7 @@ def gradient(count: int, device: torch.device, with_norms: bool, with_convolutio
 
 def tuned(count: int, device: torch.device) -> Iterable[str]:
     """For every kind of kernel and some layers the fastest tiles."""
+    yield f"{count} images"
     for channels, size in ((20, 32), (40, 16), (80, 8), (160, 4)):
         x, w = images(device, count, channels, size, size), images(device, channels, channels, 3, 3)
         widths = [width for width in (16, 32, 64, 128) if width < 2 * channels]
@@ -206,44 +206,45 @@ def best(name: str, found: list[tuple[float, tuple[int, ...], bool]]) -> Iterabl
             yield f"{name}: {how} {µs:.1f}{' (used)' if used else ''}"
 
 
+def measured(count: int, device: torch.device) -> Iterable[str]:
+    """The tables for so many images."""
+    block = torch.zeros(2**28 if device.type == "cuda" else 2**22, device=device)
+    speed = 2 * block.nbytes / microseconds(lambda: block.clone(), device) * 1e6
+    yield from ("", f"### {count} images", "", f"A copy moves {speed / 1e12:.2f} TB/s.", "")
+    yield from ("| | layer | × | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|---|---|")
+    totals: dict[str, list[float]] = {}
+    for kind, name, number, least, times in rows(count, device, speed):
+        yield f"| {kind} | {name} | {number} | {least:.0f} | " + " | ".join(f"{µs:.1f}" for µs in times) + " |"
+        totals[kind] = [total + number * µs for total, µs in zip(totals.get(kind, [0.0] * 4), [least, *times], strict=True)]
+    yield from ("", "| all of a kind | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|")
+    for kind, sums in totals.items():
+        yield f"| {kind} | " + " | ".join(f"{µs:.0f}" for µs in sums) + " |"
+    plain, norms_, all_ = (gradient(count, device, *given) for given in ((False, False), (True, False), (True, True)))
+    yield from ("", f"A whole gradient: {plain:.0f} µs by torch, {norms_:.0f} with our batch-norm, {all_:.0f} with our convolutions too.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", default="10,65,256,1040")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    if not arguments.images.replace(",", "").isdigit():
-        parser.error("--images takes numbers with commas between, such as 10,256")
+    if not all(number.isdecimal() and int(number) for number in arguments.images.split(",")):
+        parser.error("--images takes positive numbers with commas between, such as 10,256")
+    if arguments.markdown and not arguments.markdown.parent.is_dir():
+        parser.error(f"{arguments.markdown.parent} is no folder: make it, or choose another place for --markdown")
     device = torch.device(arguments.device)
     if device.type == "cuda" and not (torch.cuda.is_available() and gpu.has_triton()):
         parser.error("this needs a GPU and Triton; --device cpu tries the program without them")
     lines = [f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, TF32, µs"]
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        block = torch.zeros(2**28 if device.type == "cuda" else 2**22, device=device)
-        speed = 2 * block.nbytes / microseconds(lambda: block.clone(), device) * 1e6
-        lines.append(f"A copy moves {speed / 1e12:.2f} TB/s.")
-        for count in map(int, arguments.images.split(",")):
-            if arguments.tune:
-                print(f"{count} images", *tuned(count, device), sep="\n", flush=True)
-                continue
-            table = list(rows(count, device, speed))
-            lines += ["", f"### {count} images", "", "| | layer | × | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|---|---|"]
-            lines += [f"| {kind} | {name} | {number} | {least:.0f} | {a:.1f} | {b:.1f} | {c:.1f} |" for kind, name, number, least, (a, b, c) in table]
-            lines += ["", "| all of a kind | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|"]
-            for kind in dict.fromkeys(row[0] for row in table):
-                sums = [sum(row[2] * value for row in table if row[0] == kind for value in [[row[3], *row[4]][i]]) for i in range(4)]
-                lines.append(f"| {kind} | " + " | ".join(f"{value:.0f}" for value in sums) + " |")
-            whole = [gradient(count, device, *given) for given in ((False, False), (True, False), (True, True))]
-            lines += [
-                "",
-                f"A whole gradient: {whole[0]:.0f} µs by torch, {whole[1]:.0f} with our batch-norm, {whole[2]:.0f} with our convolutions too.",
-            ]
-            print("\n".join(lines), flush=True)
-            if arguments.markdown:
-                with arguments.markdown.open("a") as file:
-                    file.write("\n".join(lines) + "\n")
-            lines = []
+    print(lines[0], flush=True)
+    for count in map(int, arguments.images.split(",")):
+        for line in tuned(count, device) if arguments.tune else measured(count, device):
+            lines.append(line)
+            print(line, flush=True)
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

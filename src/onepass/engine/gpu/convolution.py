@@ -1,7 +1,7 @@
 """Convolutions of many images with few channels, channels last, and their gradients.
 
-As a product of matrices a convolution has rows for pixels and as many columns as there are channels. cuDNN's kernels for such narrow ones take
-several times as long as the bytes do. Sums are added in a fixed order.
+As a product of matrices a convolution has rows for pixels and as many columns as there are channels. Few channels make a narrow product, of which
+bytes are the most; `benchmarks/kernels.py` compares what cuDNN and these kernels take. Sums are added in a fixed order.
 """
 
 from __future__ import annotations
