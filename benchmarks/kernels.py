@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--images 10,65,256,1040] [--tune] [--device cuda] [--markdown FILE]
 
-For every kind of layer, µs of one call inside a CUDA graph: convolutions forward, by the inputs and by the weights, by cuDNN as it chooses, by
-cuDNN after ten ways were timed, and by the kernels in `engine/gpu`; batch-norm with the sum and the ReLU behind it, forward and backward, the
+For every kind of layer, µs of one call inside a CUDA graph: convolutions forward, by the inputs and by the weights, by the fastest of the ten ways
+that cuDNN proposes and by the kernels in `engine/gpu`; batch-norm with the sum and the ReLU behind it, forward and backward, the
 same way; an evaluation's convolution with all of that. `bytes` is what reading inputs and writing results would take at the speed of a copy. At the
 end how much each kind of layer takes in all, and the whole gradient as a program. With `--tune`, our kernels alone with other tiles, the fastest
 first, and the one that is used.
@@ -26,7 +26,7 @@ from onepass.engine import gpu, program
 from onepass.engine.architecture import Architecture
 from onepass.engine.gpu import convolution, fusing
 from onepass.engine.gpu import norm as norms
-from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
+from onepass.engine.gpu.convolution import convolve, convolve_inputs, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.engine.gradients import _Row
 from onepass.engine.precision import products
@@ -76,13 +76,9 @@ def microseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def ways(theirs: Callable[[], object], ours: Callable[[], object], device: torch.device) -> list[float]:
-    """µs as cuDNN chooses, after it has tried, and ours."""
-    times = []
-    for tried in (0, TRIED):
-        with products(device, tf32=True, tried=tried):
-            times.append(microseconds(theirs, device))
-    with products(device, tf32=True):
-        return [*times, microseconds(ours, device)]
+    """µs of cuDNN's best and of ours."""
+    with products(device, tf32=True, tried=TRIED):
+        return [microseconds(theirs, device), microseconds(ours, device)]
 
 
 def images(device: torch.device, *shape: int) -> Tensor:
@@ -105,12 +101,11 @@ def rows(count: int, device: torch.device, speed: float) -> Iterable[tuple[str, 
             return aten.convolution_backward(y, x, w, [0], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, mask)
 
         a = x, w, stride, padding
-        forward = ways(lambda a=a: torch.conv2d(a[0], a[1], stride=a[2], padding=a[3]), lambda a=a: convolve(*a, False), device)  # type: ignore[misc]
+        forward = ways(lambda a=a: torch.conv2d(a[0], a[1], stride=a[2], padding=a[3]), lambda a=a: convolve(*a), device)  # type: ignore[misc]
         yield "convolution", name, number, floor(x, y), forward
         if inputs > 3:
-            b = y, w, 1, side - 1 - padding, True
-            ours = (lambda b=b: convolve(*b)) if stride == 1 else (lambda back=back: back(True))  # type: ignore[misc]
-            yield "by inputs", name, number, floor(x, y), ways(lambda back=back: back(True), ours, device)  # type: ignore[misc]
+            b = y, w, stride, padding, size, size
+            yield "by inputs", name, number, floor(x, y), ways(lambda back=back: back(True), lambda b=b: convolve_inputs(*b), device)  # type: ignore[misc]
         c = y, x, side, stride, padding
         yield "by weights", name, number, floor(x, y), ways(lambda back=back: back(False), lambda c=c: convolve_weights(*c), device)  # type: ignore[misc]
         columns = torch.rand(4, outputs, device=device)
@@ -155,7 +150,7 @@ def gradient(count: int, device: torch.device, with_norms: bool, with_convolutio
     row = _Row(architecture, lambda outputs, slots, _: cross_entropy(outputs, slots), tuple(buffers), False, ())
     theta, space = architecture.flatten(module), torch.zeros(architecture.width, device=device)
     arguments = [*architecture.views(theta), *buffers.values(), images(device, count, 3, 32, 32), torch.arange(count, device=device) % 85]
-    fused = patch.object(fusing, "MANY", fusing.MANY if with_convolutions else 2**40) if with_norms else patch.object(program, "fuse", lambda _: None)
+    fused = patch.object(fusing, "NARROW", fusing.NARROW if with_convolutions else 0) if with_norms else patch.object(program, "fuse", lambda _: None)
     with fused, products(device, tf32=True, tried=TRIED), torch.no_grad():
         made = program.trace(row, row.safe(arguments), architecture.views(space), on_gpu=True)
         return microseconds(lambda: made(*arguments, *architecture.views(space)), device)
@@ -164,20 +159,27 @@ def gradient(count: int, device: torch.device, with_norms: bool, with_convolutio
 def tuned(count: int, device: torch.device) -> Iterable[str]:
     """For every kind of kernel and some layers the fastest tiles."""
     yield f"{count} images"
+    many = count > 100
     for channels, size in ((20, 32), (40, 16), (80, 8), (160, 4)):
         x, w = images(device, count, channels, size, size), images(device, channels, channels, 3, 3)
-        widths = [width for width in (16, 32, 64, 128) if width < 2 * channels]
+        y, v = images(device, count, 2 * channels, size // 2, size // 2), images(device, 2 * channels, channels, 3, 3)
+        rows, inner = ((64, 128, 256), (32, 64)) if many else ((32, 64), (64, 128))
+        widths = [width for width in (16, 32, 64, 128) if width < 2 * channels and (many or width < 64)]
+        tiles = list(product(rows, inner, widths, (4, 8) if many else (4,), (1, 3)))
+        weight_tiles = list(product((32, 64, 128) if many else (32, 64), (64, 128) if many else (64,), widths, (4, 8), (1, 2)))
+        few_tiles = [how for how in tiles if how[0] in (64, 128) and how[1] in (32, 64) and how[3:] in ((8, 1), (4, 3), (4, 1))]
         kinds: dict[str, tuple[str, Callable[[], object], list[tuple[int, ...]]]] = {
-            "convolution": ("tile", lambda x=x, w=w: convolve(x, w, 1, 1, False), [(64, 32), (128, 32), (128, 64), (256, 32)]),  # type: ignore[misc]
-            "by inputs": ("tile", lambda x=x, w=w: convolve(x, w, 1, 1, True), [(64, 32), (128, 32), (128, 64), (256, 32)]),  # type: ignore[misc]
-            "by weights": ("weight_tile", lambda x=x: convolve_weights(x, x, 3, 1, 1), [(32, 64), (64, 64), (64, 128), (128, 64)]),  # type: ignore[misc]
+            "convolution": ("tile", lambda x=x, w=w: convolve(x, w, 1, 1), tiles),  # type: ignore[misc]
+            "by weights": ("weight_tile", lambda x=x: convolve_weights(x, x, 3, 1, 1), weight_tiles),  # type: ignore[misc]
         }
+        if channels < 160:
+            kinds["by inputs, stride 2"] = ("tile", lambda y=y, v=v, size=size: convolve_inputs(y, v, 2, 1, size, size), few_tiles)  # type: ignore[misc]
         for kind, (name, call, shapes) in kinds.items():
             found = []
-            used = getattr(convolution, name)(channels)
-            for shape, width, (warps, stages) in product(shapes, widths, ((4, 3), (8, 3), (4, 1), (8, 1))):
-                how = convolution.Tile(*shape, width, warps, stages)
-                with patch.object(convolution, name, lambda _, how=how: how), products(device, tf32=True):
+            used = getattr(convolution, name)(channels, count * size * size)
+            for shape in shapes:
+                how = convolution.Tile(*shape)
+                with patch.object(convolution, name, lambda *_, how=how: how), products(device, tf32=True):
                     try:
                         found.append((microseconds(call, device), how))
                     except Exception as reason:  # more shared memory than there is
@@ -185,38 +187,39 @@ def tuned(count: int, device: torch.device) -> Iterable[str]:
             yield from best(f"{kind}, {channels} → {channels}, {size}×{size}", [(µs, tuple(how), how == used) for µs, how in found])
     for channels, size, adds in ((20, 32, False), (20, 32, True), (40, 16, False), (80, 8, False), (160, 4, False)):
         x, s, g = (images(device, count, channels, size, size) for _ in range(3))
-        w, b = torch.rand(2, channels, device=device)
+        w, b, mean, inverse = torch.rand(4, channels, device=device)
         e = x, w, b, s if adds else None, None, None, 0.1, EPS, True
+        f = g, None, x, w, b, mean, inverse, g if adds else None, True, adds
         timed = []
-        for numbers, warps, most in product((1024, 2048, 4096, 8192), (4, 8), (512, 1024, 2048, 8192)):
-            used = (numbers, warps, most) == (norms.TILE, norms.WARPS, norms.MOST)
-            with patch.multiple(norms, TILE=numbers, WARPS=warps, MOST=most):
+        for numbers, warps, most, wide in product((2048, 4096, 8192), (4, 8), (264, 528), (16, 32, 64, 128)):
+            used = (numbers, warps, most, wide) == (norms.TILE, norms.WARPS, norms.MOST, norms.WIDE)
+            if wide >= 4 * channels or (wide == 16 and channels > 40):
+                continue
+            with patch.multiple(norms, TILE=numbers, WARPS=warps, MOST=most, WIDE=wide):
                 norms._Plan.cache_clear()
-                out, mean, inverse = norm(*e)
-                forward = microseconds(lambda e=e: norm(*e), device)  # type: ignore[misc]
-                f = g, None, x, w, b, mean, inverse, out if adds else None, True, adds
-                timed.append((forward + microseconds(lambda f=f: norm_backward(*f), device), (numbers, warps, most), used))  # type: ignore[misc]
+                µs = microseconds(lambda e=e: norm(*e), device) + microseconds(lambda f=f: norm_backward(*f), device)  # type: ignore[misc]
+                timed.append((µs, (numbers, warps, most, wide), used))
         norms._Plan.cache_clear()
         yield from best(f"norm and back, {channels}, {size}×{size}" + (", sum" if adds else ""), timed)
 
 
 def best(name: str, found: list[tuple[float, tuple[int, ...], bool]]) -> Iterable[str]:
     for place, (µs, how, used) in enumerate(sorted(found)):
-        if place < 4 or used:
+        if place < 5 or used:
             yield f"{name}: {how} {µs:.1f}{' (used)' if used else ''}"
 
 
 def measured(count: int, device: torch.device) -> Iterable[str]:
     """The tables for so many images."""
-    block = torch.zeros(2**28 if device.type == "cuda" else 2**22, device=device)
-    speed = 2 * block.nbytes / microseconds(lambda: block.clone(), device) * 1e6
+    block, target = torch.rand(2, 2**28 if device.type == "cuda" else 2**22, device=device)
+    speed = 2 * block.nbytes / microseconds(lambda: torch.neg(block, out=target), device) * 1e6
     yield from ("", f"### {count} images", "", f"A copy moves {speed / 1e12:.2f} TB/s.", "")
-    yield from ("| | layer | × | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|---|---|")
+    yield from ("| | layer | × | bytes | torch | ours |", "|---|---|---|---|---|---|")
     totals: dict[str, list[float]] = {}
     for kind, name, number, least, times in rows(count, device, speed):
         yield f"| {kind} | {name} | {number} | {least:.0f} | " + " | ".join(f"{µs:.1f}" for µs in times) + " |"
-        totals[kind] = [total + number * µs for total, µs in zip(totals.get(kind, [0.0] * 4), [least, *times], strict=True)]
-    yield from ("", "| all of a kind | bytes | torch | torch, timed | ours |", "|---|---|---|---|---|")
+        totals[kind] = [total + number * µs for total, µs in zip(totals.get(kind, [0.0] * 3), [least, *times], strict=True)]
+    yield from ("", "| all of a kind | bytes | torch | ours |", "|---|---|---|---|")
     for kind, sums in totals.items():
         yield f"| {kind} | " + " | ".join(f"{µs:.0f}" for µs in sums) + " |"
     plain, norms_, all_ = (gradient(count, device, *given) for given in ((False, False), (True, False), (True, True)))

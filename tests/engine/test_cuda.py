@@ -81,7 +81,7 @@ def test_answers_of_a_residual_network_on_the_gpu_are_those_of_the_cpu(caplog: p
     with products(gpu.device, tf32=False):
         for step in range(30):
             for one, other in [(cpu.theta, gpu.theta), *((b, gpu.buffers[name]) for name, b in cpu.buffers.items())]:
-                one += 0.01 * torch.rand_like(one)
+                one += 0.01 * (torch.randn_like(one) if one is cpu.theta else torch.rand_like(one))
                 if one is not cpu.theta:
                     other.copy_(one)
             for mine, theirs in zip(cpu.architecture.views(cpu.theta), gpu.architecture.views(gpu.theta), strict=True):

@@ -28,8 +28,3 @@ def by_kernels(x: Tensor) -> bool:
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Kernels start on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-def tile_width(channels: int) -> int:
-    """Channels of a tile: of the widths that waste least the largest."""
-    return min((64, 32, 16), key=lambda width: -(-channels // width) * width)

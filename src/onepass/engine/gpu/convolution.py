@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm
-from torch.nn.grad import conv2d_weight
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from onepass.engine import gpu
 
 LAST = torch.channels_last
-PROGRAMS = 264  # that share the pixels of a gradient by the weights
+PROGRAMS = 528  # of a gradient by the weights, which share its numbers first, then the pixels
 
 
 class Tile(NamedTuple):
@@ -33,25 +33,53 @@ class Tile(NamedTuple):
         return {"ROWS": self.rows, "INNER": self.inner, "WIDE": self.wide, "PRECISION": precision, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def tile(outputs: int) -> Tile:
-    return Tile(128, 32, gpu.tile_width(outputs))
+def tile(outputs: int, pixels: int) -> Tile:
+    """The fastest, by `benchmarks/kernels.py --tune` on an H200."""
+    wide = 32 if outputs <= 32 else 128 if 64 < outputs <= 128 else 64
+    if -(-pixels // 128) * -(-outputs // wide) < 64:
+        return Tile(64, 64, 32)
+    return Tile(128, 32, 32, warps=8, stages=1) if wide == 32 else Tile(128, 32, wide)
 
 
-def weight_tile(outputs: int) -> Tile:
-    return Tile(64, 64, gpu.tile_width(outputs), stages=1)  # pixels are what is summed over, and to copy them turned round goes number by number
+def weight_tile(outputs: int, pixels: int) -> Tile:
+    """The same for gradients by the weights; `rows` are summed over."""
+    if outputs <= 32 or pixels * outputs**2 < 2**26:
+        return Tile(64, 64, 32, stages=1)
+    return Tile(32, 64, 64, stages=1) if outputs <= 64 else Tile(32, 128, 128, warps=8, stages=1)
 
 
-@torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding, bool turned) -> Tensor")
-def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool) -> Tensor:
-    """The convolution of `x` with square weights `[K, C, side, side]`.
-
-    With `turned`, its weights are turned round, and their first two dimensions exchanged: with padding `side − 1 − p` that is the gradient by the
-    inputs of a convolution with padding `p` and stride 1.
-    """
+@torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding) -> Tensor")
+def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """The convolution of `x` with square weights `[K, C, side, side]`."""
     if not gpu.by_kernels(x):
-        weight = weight.flip(2, 3).transpose(0, 1) if turned else weight
         return torch.conv2d(x, weight, stride=stride, padding=padding).contiguous(memory_format=LAST)
-    return _launch(x, weight, stride, padding, turned)
+    return _launch(x, weight, stride, padding)
+
+
+@torch.library.custom_op(
+    "onepass::convolve_inputs", mutates_args=(), schema="(Tensor g, Tensor weight, int stride, int padding, int height, int width) -> Tensor"
+)
+def convolve_inputs(g: Tensor, weight: Tensor, stride: int, padding: int, height: int, width: int) -> Tensor:
+    """The gradient by the inputs, images of this height and width, which are multiples of the stride; `g` is that by the output."""
+    if not gpu.by_kernels(g):
+        shape = (len(g), weight.shape[1], height, width)
+        found: Tensor = conv2d_input(shape, weight, g, stride, padding)  # type: ignore[no-untyped-call]
+        return found.contiguous(memory_format=LAST)
+    outputs, inputs, side, _ = weight.shape
+    turned = torch.empty((inputs, outputs, side, side), device=g.device, dtype=g.dtype, memory_format=LAST)
+    with gpu.device_of(g):
+        _kernels().turn[(-(-turned.numel() // 1024),)](weight.contiguous(memory_format=LAST), turned, outputs, inputs, side * side, SIZE=1024)
+    if stride == 1:
+        return _launch(g, turned, 1, side - 1 - padding)
+    g = g.contiguous(memory_format=LAST)
+    found = torch.empty((len(g), inputs, height, width), device=g.device, dtype=g.dtype, memory_format=LAST)
+    pixels = len(g) * (height // stride) * (width // stride)
+    how = tile(inputs, pixels)
+    with gpu.device_of(g):
+        _kernels().inputs[(-(-pixels // how.rows), -(-inputs // how.wide), stride * stride)](
+            g, turned, found, pixels, **_sizes(g, found), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed()
+        )
+    return found
 
 
 @torch.library.custom_op(
@@ -78,21 +106,22 @@ def convolve_norm(
         out = batch_norm(torch.conv2d(x, weight, stride=stride, padding=padding), mean, variance, gamma, beta, False, 0.0, eps)
         out = out if shortcut is None else out + shortcut
         return (out.relu() if relu else out).contiguous(memory_format=LAST)
-    return _launch(x, weight, stride, padding, False, (gamma, beta, mean, variance, eps, shortcut), relu)
+    return _launch(x, weight, stride, padding, (gamma, beta, mean, variance, eps, shortcut), relu)
 
 
-def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, turned: bool, behind: tuple[Any, ...] = (None,) * 6, relu: bool = False) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, behind: tuple[Any, ...] = (None,) * 6, relu: bool = False) -> Tensor:
     x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
     *statistics, shortcut = (part.contiguous() if isinstance(part, Tensor) and part.dim() == 1 else part for part in behind)
     shortcut = None if shortcut is None else shortcut.contiguous(memory_format=LAST)
-    side, outputs = weight.shape[2], weight.shape[1 if turned else 0]
+    outputs, _, side, _ = weight.shape
     height, width = ((n + 2 * padding - side) // stride + 1 for n in x.shape[2:])
     out = torch.empty((len(x), outputs, height, width), device=x.device, dtype=x.dtype, memory_format=LAST)
-    pixels, how = len(x) * height * width, tile(outputs)
+    pixels = len(x) * height * width
+    how = tile(outputs, pixels)
     with gpu.device_of(x):
         _kernels().convolve[(-(-pixels // how.rows), -(-outputs // how.wide))](
             x, weight, out, pixels, *statistics, shortcut, **_sizes(x, out), SIDE=side, STRIDE=stride, PAD=padding,
-            TURNED=turned, NORM=statistics[0] is not None, ADDS=shortcut is not None, RELU=relu, **how.fixed(),
+            NORM=statistics[0] is not None, ADDS=shortcut is not None, RELU=relu, **how.fixed(),
         )  # fmt: skip
     return out
 
@@ -106,13 +135,12 @@ def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int)
         return found.contiguous(memory_format=LAST)
     g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
     inputs, outputs, pixels = x.shape[1], g.shape[1], g.numel() // g.shape[1]
-    how = weight_tile(outputs)
-    programs = min(PROGRAMS, -(-pixels // how.rows))
+    how = weight_tile(outputs, pixels)
+    blocks = -(-side * side * inputs // how.inner), -(-outputs // how.wide)
+    programs = min(max(1, PROGRAMS // (blocks[0] * blocks[1])), -(-pixels // how.rows))
     parts = torch.empty((programs, outputs, side, side, inputs), device=x.device, dtype=x.dtype)
     with gpu.device_of(x):
-        _kernels().weights[(programs, -(-side * side * inputs // how.inner), -(-outputs // how.wide))](
-            x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed()
-        )
+        _kernels().weights[(programs, *blocks)](x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed())
     return parts.sum(0).permute(0, 3, 1, 2)
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from onepass.engine import gpu
-from onepass.engine.gpu.convolution import convolve, convolve_norm, convolve_weights
+from onepass.engine.gpu.convolution import convolve, convolve_inputs, convolve_norm, convolve_weights
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.errors import first_line, is_out_of_memory
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-# From how many pixels of its output and up to how many channels a convolution is ours; `benchmarks/kernels.py` has both.
-MANY, NARROW = 50_000, 64
+NARROW = 160  # channels up to which convolutions are ours; `benchmarks/kernels.py` compares
 
 # The places of weight, bias, running mean and variance, `training`, share and ε in the arguments; the input comes first.
 _NORMS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default}
@@ -53,17 +52,17 @@ def try_out(device: torch.device) -> None:
             middle = torch.conv2d(leaves[0], leaves[1], padding=1)
             expected = torch.batch_norm(middle, leaves[2], leaves[3], None, None, True, 0.1, 1e-5, False).relu()
             gradients = torch.autograd.grad(expected, leaves, g)
-        y = convolve(x, w, 1, 1, False)
+        y = convolve(x, w, 1, 1)
         out, mean, inverse = norm(y, weight, bias, None, None, None, 0.1, 1e-5, True)
         gy, gw, gb, _ = norm_backward(g, None, y, weight, bias, mean, inverse, None, True, False)
-        found = [out, convolve(gy, w, 1, 1, True), convolve_weights(gy, x, 3, 1, 1), gw, gb]
+        found = [out, convolve_inputs(gy, w, 1, 1, size, size), convolve_weights(gy, x, 3, 1, 1), gw, gb]
         for one, other in zip(found, [expected.detach(), *gradients], strict=True):
             if not float((one - other).norm()) < 2e-2 * float(other.norm()):  # in TF32
                 raise ArithmeticError("their results are wrong")
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Batch-norm takes in the sum and the ReLU behind it, and their derivatives; large convolutions with few channels are ours."""
+    """Batch-norm takes in the sum and the ReLU behind it, and their derivatives; convolutions with few channels are ours."""
     for node in list(graph.nodes):
         if node.target in _NORMS:
             _forward(graph, node)
@@ -187,7 +186,7 @@ def _backward(graph: fx.Graph, node: fx.Node) -> None:
 def _convolve(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, _, stride, padding, *_ = _arguments(node)
     with graph.inserting_before(node):
-        made = graph.call_function(convolve._opoverload, (x, weight, stride[0], padding[0], False))
+        made = graph.call_function(convolve._opoverload, (x, weight, stride[0], padding[0]))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     _erase(graph, node)
@@ -195,15 +194,14 @@ def _convolve(graph: fx.Graph, node: fx.Node) -> None:
 
 def _convolve_backward(graph: fx.Graph, node: fx.Node) -> None:
     g, x, weight, _, (stride, _), (padding, _), *_, wanted = _arguments(node)
-    side, items = _shape(weight)[2], _items(node)
+    side, items, size = _shape(weight)[2], _items(node), _shape(x)[2:]
     with graph.inserting_before(node):
         made = {1: graph.call_function(convolve_weights._opoverload, (g, x, side, stride, padding))}
-        if wanted[0] and stride == 1:
-            made[0] = graph.call_function(convolve._opoverload, (g, weight, 1, side - 1 - padding, True))
+        if wanted[0]:
+            made[0] = graph.call_function(convolve_inputs._opoverload, (g, weight, stride, padding, *size))
     for number in made.keys() & items.keys():
         made[number].meta = dict(items[number].meta)
         items[number].replace_all_uses_with(made[number])
-    node.update_arg(len(node.args) - 1, [wanted[0] and stride != 1, False, False])
     _erase(graph, *items.values(), node)
 
 
@@ -212,7 +210,7 @@ def _ours(node: fx.Node, out: Any) -> bool:
     if not _is_plain(node, out):
         return False
     outputs, inputs, *_ = _shape(node.args[2] if node.target == aten.convolution_backward.default else node.args[1])
-    return bool(max(inputs, outputs) <= NARROW and _shape(out).numel() // outputs >= MANY)
+    return bool(max(inputs, outputs) <= NARROW)
 
 
 def _is_plain(node: fx.Node, out: Any) -> bool:
@@ -224,7 +222,8 @@ def _is_plain(node: fx.Node, out: Any) -> bool:
         return False
     side = _shape(weight)[2]
     square = [*_shape(weight)[2:], *dilation, *stride, *padding] == [side, side, 1, 1, stride[0], stride[0], padding[0], padding[0]]
-    plain = side in (1, 3) and padding[0] < side and square
+    whole = not backward or not any(n % stride[0] for n in _shape(x)[2:])  # the gradient by the inputs wants that
+    plain = side in (1, 3) and padding[0] < side and square and whole
     return plain and (not backward or node.args[-1][1:] == [True, False])  # type: ignore[index]
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from onepass.engine import gpu
 
-SMALL = 4096  # rows that one kernel does alone
-TILE, WARPS, MOST = 2048, 4, 1024  # numbers of a tile, warps that have one, and programs
+SMALL = 2048  # rows that one kernel does alone
+TILE, WIDE, WARPS, MOST = 4096, 32, 4, 528  # numbers of a tile, how many channels it has, warps that have one, and programs
 PARTS = 128  # sums of programs that whoever wants to know adds up; more are added up by a kernel of their own
 LAST = torch.channels_last
 
@@ -119,13 +119,13 @@ class _Plan:
         self.alone = rows <= SMALL
         if self.alone:
             self.rows = max(16, _power(rows))
-            self.wide = max(4, min(4 * SMALL // self.rows, _power(channels), 32))
+            self.wide = max(4, min(2**14 // self.rows, _power(channels), 32))
             self.warps = max(4, min(16, self.rows * self.wide // 1024))
         else:
-            self.wide = gpu.tile_width(channels)
+            self.wide = WIDE
             self.rows, self.warps = TILE // self.wide, WARPS
         self.blocks, tiles = -(-channels // self.wide), -(-rows // self.rows)
-        self.parts = min(tiles, MOST)
+        self.parts = min(tiles, max(1, MOST // self.blocks))
         self.fixed = {"C": channels, "ROWS": self.rows, "WIDE": self.wide, "num_warps": self.warps}
 
 
@@ -141,7 +141,7 @@ def _total(sums: Tensor, plan: _Plan) -> int:
     """How many parts of the sums are left: many are added up once, few by whoever wants to know."""
     if plan.parts <= PARTS:
         return plan.parts
-    _kernels().total[(plan.blocks,)](sums, plan.parts, C=sums.shape[2], WIDE=plan.wide, PARTS=PARTS)
+    _kernels().total[(-(-sums.shape[2] // 4),)](sums, plan.parts, C=sums.shape[2], WIDE=4, PARTS=512)
     return 1
 
 
