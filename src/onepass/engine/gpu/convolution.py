@@ -29,12 +29,18 @@ class Tile(NamedTuple):
     stages: int = 3
 
     def fixed(self) -> dict[str, Any]:
-        precision = "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+        precision = "ieee" if _is_exact() else "tf32"
         return {"ROWS": self.rows, "INNER": self.inner, "WIDE": self.wide, "PRECISION": precision, "num_warps": self.warps, "num_stages": self.stages}
 
 
+def _is_exact() -> bool:
+    return not torch.backends.cudnn.allow_tf32
+
+
 def tile(outputs: int, pixels: int) -> Tile:
-    """The fastest, by `benchmarks/kernels.py --tune` on an H200."""
+    """The fastest, by `benchmarks/kernels.py --tune` on an H200; in float32, where most are compiled for one check, one that is compiled soon."""
+    if _is_exact():
+        return Tile(64, 16, 32, stages=1)
     wide = 32 if outputs <= 32 else 128 if 64 < outputs <= 128 else 64
     if -(-pixels // 128) * -(-outputs // wide) < 64:
         return Tile(64, 64, 32)
@@ -43,6 +49,8 @@ def tile(outputs: int, pixels: int) -> Tile:
 
 def weight_tile(outputs: int, pixels: int) -> Tile:
     """The same for gradients by the weights; `rows` are summed over."""
+    if _is_exact():
+        return Tile(32, 64, 32, stages=1)
     if outputs <= 32 or pixels * outputs**2 < 2**26:
         return Tile(64, 64, 32, stages=1)
     return Tile(32, 64, 64, stages=1) if outputs <= 64 else Tile(32, 128, 128, warps=8, stages=1)
