@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from onepass.engine.architecture import Architecture
 from onepass.engine.gpu import fusing
+from onepass.engine.gpu.convolution import convolve_inputs
 from onepass.engine.gpu.fusing import fuse_answers
 from onepass.engine.gradients import _Row
 from onepass.engine.program import trace
@@ -63,6 +64,22 @@ def test_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch
     _, narrow = program(deepcopy(net))
     assert (narrow["convolve.default"], narrow["convolve_inputs.default"], narrow["convolve_weights.default"]) == (5, 4, 5)
     assert narrow["convolution_backward.default"] == 5
+
+
+def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(t: Tensor) -> Tensor:
+        """To ten bits, as matrix units do it."""
+        return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    def coarse(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given: operation(*(cut(value) if isinstance(value, Tensor) else value for value in given))
+
+    for name in ("convolve", "convolve_inputs", "convolve_weights"):
+        monkeypatch.setattr(fusing, name, coarse(getattr(fusing, name)))
+    fusing.try_out(torch.device("cpu"))
+    monkeypatch.setattr(fusing, "convolve_inputs", lambda *given: 1.01 * convolve_inputs(*given))
+    with pytest.raises(ArithmeticError, match=r"its gradient by the inputs is off by 0\.01"):
+        fusing.try_out(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,8 @@ class Gradients:
     def _check(self, row: _Row, arguments: Sequence[Tensor], changed: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         """Raise unless `found` and the buffers in `changed` are what plain autograd makes of `arguments`.
 
-        Units next to zero are on in one way of rounding and off in another, which can be seen in a gradient that is almost nothing. So what is further off
-        than it should be is compared with how far autograd itself goes if parameters change in their sixth digit.
+        Units next to zero are on in one way of rounding and off in another, which can be seen in a gradient that is almost nothing. So what is
+        further off than it should be is compared with how far autograd itself goes if parameters change in their sixth digit.
         """
         parameters, buffers = len(self.architecture.names), slice(len(self.architecture.names), len(self.architecture.names) + len(row.buffers))
 
