@@ -27,8 +27,8 @@ _BACKWARDS: dict[Any, tuple[int, int, int]] = {aten.native_batch_norm_backward.d
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Do our kernels run on this device, and rightly?"""
-    if device.type != "cuda" or not gpu.has_triton():
+    """Do our kernels run on this device, and rightly? They are for NVIDIA's GPUs from Ampere on."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0) or not gpu.has_triton():
         return False
     try:
         try_out(device)
