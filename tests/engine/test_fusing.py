@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from operator import getitem
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from onepass.engine import gpu
 from onepass.engine.architecture import Architecture
 from onepass.engine.gpu import fusing
 from onepass.engine.gpu.convolution import convolve_inputs
@@ -64,6 +66,22 @@ def test_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch
     _, narrow = program(deepcopy(net))
     assert (narrow["convolve.default"], narrow["convolve_inputs.default"], narrow["convolve_weights.default"]) == (5, 4, 5)
     assert narrow["convolution_backward.default"] == 5
+
+
+def test_kernels_are_for_float32_on_a_gpu_and_for_what_they_can_count() -> None:
+    def images(numbers: int, dtype: torch.dtype = torch.float32, on_gpu: bool = True) -> Any:
+        return SimpleNamespace(is_cuda=on_gpu, dtype=dtype, numel=lambda: numbers)
+
+    assert gpu.by_kernels(images(10**9), 2 * 10**9)
+    assert not gpu.by_kernels(images(10**9), 2**31 - 2**20)
+    assert not gpu.by_kernels(images(2**31))
+    assert not gpu.by_kernels(images(10, torch.float64))
+    assert not gpu.by_kernels(images(10, on_gpu=False))
+
+
+def test_kernels_are_tried_out_in_inference_mode_too() -> None:
+    with torch.inference_mode():
+        fusing.try_out(torch.device("cpu"))
 
 
 def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(
 
 @pytest.fixture(autouse=True)
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "by_kernels", lambda _: True)
+    monkeypatch.setattr(gpu, "by_kernels", lambda *_: True)
     if INTERPRETED:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the interpreter multiplies the bits of bfloat16
 

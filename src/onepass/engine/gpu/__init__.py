@@ -20,9 +20,10 @@ def has_triton() -> bool:
     return True
 
 
-def by_kernels(x: Tensor) -> bool:
-    """On a CPU the same operations are written with torch's."""
-    return x.is_cuda
+def by_kernels(x: Tensor, numbers: int = 0) -> bool:
+    """On a CPU, in float64 and where kernels count further than they can, the same operations are written with torch's. `numbers` is how many other
+    images have."""
+    return x.is_cuda and x.dtype == torch.float32 and max(x.numel(), numbers) < 2**31 - 2**20
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:

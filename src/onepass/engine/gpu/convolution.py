@@ -6,6 +6,7 @@ bytes are the most; `benchmarks/kernels.py` compares what cuDNN and these kernel
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def weight_tile(outputs: int, pixels: int) -> Tile:
 @torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding) -> Tensor")
 def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     """The convolution of `x` with square weights `[K, C, side, side]`."""
-    if not gpu.by_kernels(x):
+    if not gpu.by_kernels(x, math.prod(_shape(x, weight, stride, padding))):
         return torch.conv2d(x, weight, stride=stride, padding=padding).contiguous(memory_format=LAST)
     return _launch(x, weight, stride, padding)
 
@@ -69,8 +70,8 @@ def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
 )
 def convolve_inputs(g: Tensor, weight: Tensor, stride: int, padding: int, height: int, width: int) -> Tensor:
     """The gradient by the inputs, images of this height and width, which are multiples of the stride; `g` is that by the output."""
-    if not gpu.by_kernels(g):
-        shape = (len(g), weight.shape[1], height, width)
+    shape = (len(g), weight.shape[1], height, width)
+    if not gpu.by_kernels(g, math.prod(shape)):
         found: Tensor = conv2d_input(shape, weight, g, stride, padding)  # type: ignore[no-untyped-call]
         return found.contiguous(memory_format=LAST)
     outputs, inputs, side, _ = weight.shape
@@ -80,7 +81,7 @@ def convolve_inputs(g: Tensor, weight: Tensor, stride: int, padding: int, height
     if stride == 1:
         return _launch(g, turned, 1, side - 1 - padding)
     g = g.contiguous(memory_format=LAST)
-    found = torch.empty((len(g), inputs, height, width), device=g.device, dtype=g.dtype, memory_format=LAST)
+    found = torch.empty(shape, device=g.device, dtype=g.dtype, memory_format=LAST)
     pixels = len(g) * (height // stride) * (width // stride)
     how = tile(inputs, pixels)
     with gpu.device_of(g):
@@ -110,7 +111,7 @@ def convolve_norm(
     relu: bool,
 ) -> Tensor:
     """A convolution, batch-norm by running statistics behind it, the sum with a shortcut and ReLU, as in evaluation."""
-    if not gpu.by_kernels(x):
+    if not gpu.by_kernels(x, math.prod(_shape(x, weight, stride, padding))):
         out = batch_norm(torch.conv2d(x, weight, stride=stride, padding=padding), mean, variance, gamma, beta, False, 0.0, eps)
         out = out if shortcut is None else out + shortcut
         return (out.relu() if relu else out).contiguous(memory_format=LAST)
@@ -122,9 +123,8 @@ def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, behind: tuple[
     *statistics, shortcut = (part.contiguous() if isinstance(part, Tensor) and part.dim() == 1 else part for part in behind)
     shortcut = None if shortcut is None else shortcut.contiguous(memory_format=LAST)
     outputs, _, side, _ = weight.shape
-    height, width = ((n + 2 * padding - side) // stride + 1 for n in x.shape[2:])
-    out = torch.empty((len(x), outputs, height, width), device=x.device, dtype=x.dtype, memory_format=LAST)
-    pixels = len(x) * height * width
+    out = torch.empty(_shape(x, weight, stride, padding), device=x.device, dtype=x.dtype, memory_format=LAST)
+    pixels = out.numel() // outputs
     how = tile(outputs, pixels)
     with gpu.device_of(x):
         _kernels().convolve[(-(-pixels // how.rows), -(-outputs // how.wide))](
@@ -137,7 +137,7 @@ def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, behind: tuple[
 @torch.library.custom_op("onepass::convolve_weights", mutates_args=(), schema="(Tensor g, Tensor x, int side, int stride, int padding) -> Tensor")
 def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int) -> Tensor:
     """The gradient by the weights, `[K, C, side, side]`, where `g` is that by the output."""
-    if not gpu.by_kernels(x):
+    if not gpu.by_kernels(x, g.numel()):
         shape = (g.shape[1], x.shape[1], side, side)
         found: Tensor = conv2d_weight(x, shape, g, stride, padding)  # type: ignore[no-untyped-call]
         return found.contiguous(memory_format=LAST)
@@ -150,6 +150,11 @@ def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int)
     with gpu.device_of(x):
         _kernels().weights[(programs, *blocks)](x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed())
     return parts.sum(0).permute(0, 3, 1, 2)
+
+
+def _shape(x: Tensor, weight: Tensor, stride: int, padding: int) -> tuple[int, ...]:
+    """Of the result of a convolution."""
+    return len(x), len(weight), *((n + 2 * padding - weight.shape[2]) // stride + 1 for n in x.shape[2:])
 
 
 def _sizes(x: Tensor, out: Tensor) -> dict[str, int]:

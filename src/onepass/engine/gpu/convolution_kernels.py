@@ -77,7 +77,7 @@ def inputs(
     same remainder by the stride, down and across, are reached by the same taps; a program has pixels of one kind."""
     down, across = tl.program_id(2) // STRIDE, tl.program_id(2) % STRIDE
     top, left = (down + PAD) % STRIDE, (across + PAD) % STRIDE  # the first tap that reaches them
-    many, wide = (SIDE - top + STRIDE - 1) // STRIDE, (SIDE - left + STRIDE - 1) // STRIDE  # how many do
+    many, wide = (SIDE - top + STRIDE - 1) // STRIDE, (SIDE - left + STRIDE - 1) // STRIDE  # how many do, maybe none
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     across_image: tl.constexpr = WIDTH // STRIDE
@@ -89,14 +89,14 @@ def inputs(
     total = tl.zeros([ROWS, WIDE], tl.float32)
     for start in range(0, many * wide * C, INNER):
         t = start + tl.arange(0, INNER)
-        dy, dx, c = t // C // wide, t // C % wide, t % C
+        dy, dx, c = t // C // tl.maximum(wide, 1), t // C % tl.maximum(wide, 1), t % C
         row, column = y0[:, None] - dy[None, :], x0[:, None] - dx[None, :]
         inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & (t < many * wide * C)[None, :]
-        windows_ = tl.load(g + (first[:, None] - (dy * W + dx)[None, :]) * C + c[None, :], mask=inside, other=0.0)
+        seen = tl.load(g + (first[:, None] - (dy * W + dx)[None, :]) * C + c[None, :], mask=inside, other=0.0)
         tap = taps - 1 - (top + dy * STRIDE) * SIDE - (left + dx * STRIDE)
         at = (tap * C + c)[:, None] + k[None, :] * (taps * C)
         right = tl.load(w + at, mask=(t < many * wide * C)[:, None] & (k < K)[None, :], other=0.0)
-        total = tl.dot(windows_, right, total, input_precision=PRECISION)
+        total = tl.dot(seen, right, total, input_precision=PRECISION)
     at = ((image * HEIGHT + y * STRIDE + down) * WIDTH + x * STRIDE + across)[:, None] * K + k[None, :]
     tl.store(out + at, total, mask=(m < pixels)[:, None] & (k < K)[None, :])
 

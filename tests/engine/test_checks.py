@@ -1,0 +1,141 @@
+"""A program is compared with plain autograd before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from onepass.engine.fleet import Fleet
+from onepass.engine.gpu import fusing
+from onepass.engine.program import trace
+from onepass.models.resnet import ResNet
+from onepass.streams.batch import Batch
+from onepass.streams.slots import Slots
+from toys import Normed, batch_of, by_hand, fleet_of
+
+as_on_a_gpu = partial(trace, on_gpu=True)
+
+
+class Warm(nn.Module):
+    """Counts its passes, and answers louder and louder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.passes = nn.Linear(6, 16), nn.Linear(16, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        answer: Tensor = self.head(torch.tanh(self.body(x))) * min(1.0, self.passes / 100)
+        return answer
+
+
+def changed(change: Callable[[Callable[..., Tensor], list[Tensor], int], Tensor]) -> Callable[..., fx.GraphModule]:
+    """A tracer whose programs do something else."""
+
+    def tracer(function: Any, arguments: list[Tensor], outputs: list[Tensor]) -> fx.GraphModule:
+        made = as_on_a_gpu(function, arguments, outputs)
+        program = made.forward
+        made.forward = lambda *given: change(program, list(given), len(outputs))  # type: ignore[method-assign]
+        return made
+
+    return tracer
+
+
+def images(build: Callable[[], nn.Module], size: int = 8) -> tuple[Fleet, Batch]:
+    torch.manual_seed(0)
+    fleet = Fleet(build, range(1), Slots.separate(2, 3), [0.1], device="cpu", gradients="looped")
+    return fleet, Batch(torch.randn(1, 10, size, size, 3).permute(0, 1, 4, 2, 3), torch.arange(10)[None] % 3)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_a_wrong_program_is_not_used(value: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(program: object, given: list[Tensor], outputs: int) -> Tensor:
+        for out in given[-outputs:]:
+            out.fill_(value)
+        return torch.zeros(())
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(wrong))
+    fleet, batch = fleet_of(mode="looped"), batch_of()
+    assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
+    assert "off by" in caplog.text
+
+
+@pytest.mark.parametrize("number", [0, 20, 40, 61])
+def test_a_program_with_one_gradient_a_little_too_long_is_not_used(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def longer(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
+        value = program(*given)
+        given[-outputs:][number].mul_(1.02)
+        return value
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(longer))
+    fleet, batch = images(lambda: ResNet(8, 6))
+    fleet.grad(batch)
+    assert "off by 0.02" in caplog.text
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_program_may_round_otherwise_where_a_gradient_is_nothing_but_rounding(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, batch = fleet_of(Normed, mode="looped"), batch_of()  # whose bias in front of batch-norm has no other gradient
+    parameters, luck = len(fleet.architecture.names), torch.Generator().manual_seed(0)
+
+    def otherwise(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
+        noise = torch.finfo(given[0].dtype).eps if rounds else 1e-2
+        nudged = [t * (1 + noise * torch.randn(t.shape, generator=luck)) for t in given[:parameters]]
+        return program(*nudged, *given[parameters:])
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(otherwise))
+    fleet.grad(batch)
+    assert ("off by" not in caplog.text) == rounds
+
+
+def test_batch_norm_behind_batch_norm_is_traced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
+    fleet, batch = images(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6)))
+    fleet.grad(batch)
+    assert not caplog.records
+
+
+def test_a_model_that_changes_from_call_to_call_is_not_traced(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, batch = fleet_of(Warm, runs=1, mode="looped"), batch_of(runs=1)
+    lengths = [float(fleet.grad(batch)[0].norm()) for _ in range(4)]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) == 4
+    assert "off by" in caplog.text
+
+
+@torch.library.custom_op("onepass_tests::twice", mutates_args=(), schema="(Tensor x, bool right) -> Tensor")
+def twice(x: Tensor, right: bool) -> Tensor:
+    return 2 * x if right or x.dtype == torch.float64 else 2.1 * x
+
+
+def test_kernels_are_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "_OURS", {twice._opoverload})
+    for right in (True, False):
+        graph = fx.Graph()
+        graph.output(graph.call_function(twice._opoverload, (graph.placeholder("x"), right)))
+        made = fx.GraphModule({}, graph)
+        if right:
+            fusing.check_kernels(made, [torch.ones(3)])
+        else:
+            with pytest.raises(ArithmeticError, match="onepass_tests"):
+                fusing.check_kernels(made, [torch.ones(3)])
+
+
+def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
+    monkeypatch.setattr("onepass.engine.gradients.check_kernels", refuse)
+    fleet, batch = images(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6)))
+    fleet.grad(batch)
+    assert "off by" in caplog.text
