@@ -82,8 +82,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 
 LONG = (
-    "run quickstart --methods van,ewc --seeds 2 --set train_examples=200 --set test_examples=20 --set grids.van.learning_rate=0.1"
-    " --set grids.ewc.learning_rate=0.1 --set ewc.strength=10"
+    "run quickstart --methods van,ewc,a-gem --seeds 2 --set train_examples=200 --set test_examples=20 --set grids.van.learning_rate=0.1"
+    " --set grids.ewc.learning_rate=0.1 --set ewc.strength=10 --set grids.a-gem.learning_rate=0.1"
 )
 
 
@@ -95,12 +95,13 @@ def test_after_an_interrupt_everything_finished_is_kept_and_nothing_else(
     command = start(*LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table))
     command.wait_until(lambda: ": finished" in command.printed)
     assert command.end(kind) == (130 if kind == signal.SIGINT else 143)
-    (finished,) = [line.removesuffix(": finished") for line in command.printed.splitlines() if line.endswith(": finished")]
-    assert re.fullmatch(rf"interrupted; [3-5] units are kept in {out}: the same command goes on", command.printed.splitlines()[-1])
+    finished = {line.removesuffix(": finished") for line in command.printed.splitlines() if line.endswith(": finished")}
+    assert 1 <= len(finished) <= workers
+    assert re.fullmatch(rf"interrupted; [3-8] units are kept in {out}: the same command goes on", command.printed.splitlines()[-1])
     assert "Traceback" not in command.printed
     assert {path.name for path in out.iterdir()} <= {"study.sqlite", "lock", "arrays", "checkpoints"}
     with Store.read(out) as store:
-        assert {entry.unit.method for name, entry in store.contents.entries.items() if name in store.contents.records} >= {finished}
+        assert {entry.unit.method for name, entry in store.contents.entries.items() if name in store.contents.records} >= finished
     assert list(table.parent.iterdir()) == []
     command.wait_until(lambda: not command.processes())
 
