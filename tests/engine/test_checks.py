@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.functional import cross_entropy
 
 from onepass.engine.fleet import Fleet
 from onepass.engine.gpu import fusing
+from onepass.engine.gradients import Mode
 from onepass.engine.program import trace
 from onepass.models.resnet import ResNet
 from onepass.streams.batch import Batch
@@ -53,14 +55,15 @@ def images(build: Callable[[], nn.Module], size: int = 8) -> tuple[Fleet, Batch]
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
-def test_a_wrong_program_is_not_used(value: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", ["looped", "stacked"])
+def test_a_wrong_program_is_not_used(mode: Mode, value: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def wrong(program: object, given: list[Tensor], outputs: int) -> Tensor:
         for out in given[-outputs:]:
             out.fill_(value)
         return torch.zeros(())
 
     monkeypatch.setattr("onepass.engine.gradients.trace", changed(wrong))
-    fleet, batch = fleet_of(mode="looped"), batch_of()
+    fleet, batch = fleet_of(mode=mode), batch_of()
     assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
     assert "off by" in caplog.text
 
@@ -80,20 +83,20 @@ def test_a_program_with_one_gradient_a_little_too_long_is_not_used(
     assert "off by 0.02" in caplog.text
 
 
-@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize(("rounds", "scale"), [(True, 1.0), (True, 1e8), (False, 1.0)])
 def test_a_program_may_round_otherwise_where_a_gradient_is_nothing_but_rounding(
-    rounds: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rounds: bool, scale: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet, batch = fleet_of(Normed, mode="looped"), batch_of()  # whose bias in front of batch-norm has no other gradient
     parameters, luck = len(fleet.architecture.names), torch.Generator().manual_seed(0)
 
     def otherwise(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
         noise = torch.finfo(given[0].dtype).eps if rounds else 1e-2
-        nudged = [t * (1 + noise * torch.randn(t.shape, generator=luck)) for t in given[:parameters]]
+        nudged = [t * (1 + noise * torch.randn(t.shape, generator=luck, dtype=t.dtype)) for t in given[:parameters]]
         return program(*nudged, *given[parameters:])
 
     monkeypatch.setattr("onepass.engine.gradients.trace", changed(otherwise))
-    fleet.grad(batch)
+    fleet.grad(batch, loss=lambda logits, slots, _: scale * cross_entropy(logits, slots))
     assert ("off by" not in caplog.text) == rounds
 
 
@@ -130,9 +133,12 @@ def test_kernels_are_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
                 fusing.check_kernels(made, [torch.ones(3)])
 
 
-def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("failure", [ArithmeticError, torch.OutOfMemoryError])
+def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong_or_cannot_be_judged(
+    failure: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
-        raise ArithmeticError
+        raise failure
 
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
     monkeypatch.setattr("onepass.engine.gradients.check_kernels", refuse)

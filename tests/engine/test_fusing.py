@@ -230,6 +230,14 @@ def test_a_padding_as_wide_as_the_window_is_left_to_torch(options: dict[str, int
     assert ("convolve.default" in count) == (options["padding"] < options["kernel_size"])
 
 
+@pytest.mark.parametrize(("stride", "forward", "backward"), [(2, 1, 1), (3, 1, 0), (5, 0, 0)])
+def test_a_stride_that_does_not_divide_the_image_leaves_the_gradient_to_torch_and_a_long_one_all(stride: int, forward: int, backward: int) -> None:
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, stride, 1, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(CLASSES))
+    net(torch.randn(2, 4, 8, 8))
+    _, count = program(net.train())
+    assert (count.get("convolve.default", 0), count.get("convolve_weights.default", 0)) == (forward, backward)
+
+
 def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     aten = torch.ops.aten
 

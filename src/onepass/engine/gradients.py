@@ -255,9 +255,7 @@ class Gradients:
                 exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in arguments]
                 self._compare(row, made, exact, [place.double() for place in outputs], stacked, 1e-6, 1e-9)
                 check_kernels(made, [*row.safe(arguments), *(torch.empty_like(place) for place in outputs)])
-            except Exception as failure:
-                if is_out_of_memory(failure):
-                    raise
+            except Exception as failure:  # for want of memory too: float64 takes more than the program that is judged
                 raise reason from failure
 
     def _compare(

@@ -281,7 +281,7 @@ def _are_rows(*columns: Any) -> bool:
 def _is_dense(x: Any) -> bool:
     """Are these images of float32 that lie channels last?"""
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
-    if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype != torch.float32 or value.numel() >= 2**31 - 2**20:
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype != torch.float32:
         return False
     return value.is_contiguous(memory_format=torch.channels_last)
 
