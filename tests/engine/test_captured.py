@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onepass.engine import replays
+from onepass.engine.branches import captured
 from onepass.engine.precision import products
 from onepass.engine.replays import Replays
 from onepass.learners import METHODS, Method
@@ -77,6 +79,29 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
             assert (Watched.replayed > 4) == capture
     assert not caplog.records
     same_bits(*ends)
+
+
+@pytest.mark.parametrize("method", ["van", "a-gem", "gem"])
+def test_a_residual_network_that_is_trained_twice_ends_in_the_same_bits(method: str) -> None:
+    found, ends = METHODS[method], (Ends(), Ends())
+    for keeper in ends:
+        train(digits("split-digits", 40), "cv", found, runs(found, 2), replace(RESIDUAL, tf32=True), device="cuda", keeper=keeper)
+    same_bits(*ends)
+
+
+def test_a_graph_that_nobody_needs_any_more_does_not_break_a_capture() -> None:
+    device, ones = torch.device("cuda"), torch.ones(3, device="cuda")
+    forgotten: list[object] = [captured(device, None, [lambda: ones.add_(1)])]
+    forgotten.append(forgotten)
+    del forgotten
+    was = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        graph = captured(device, None, [lambda: ones.mul_(len([[] for _ in range(9)]))])
+    finally:
+        gc.set_threshold(*was)
+    graph.replay()
+    assert ones.tolist() == [9.0] * 3
 
 
 @pytest.mark.parametrize("method", ["mas", "ewc"])

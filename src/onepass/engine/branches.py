@@ -7,6 +7,7 @@ waits for those alone whose results it reads or whose memory it writes over. Not
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -229,8 +230,13 @@ def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]
     graph, room = torch.cuda.CUDAGraph(), torch.cuda.get_device_properties(device).total_memory // 32
     others, before = streams(device), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
-    # A capture that fails leaves torch on the stream of the capture, but for the first of these.
-    with torch.cuda.stream(before), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), Branches(others, room) as branches:
+    # A capture that fails leaves torch on the stream of the capture, but for the second of these.
+    with (
+        _without_collecting(),
+        torch.cuda.stream(before),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        Branches(others, room) as branches,
+    ):
         try:
             for step in work:
                 step()
@@ -238,6 +244,18 @@ def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]
         finally:
             branches.join()  # or an error of the work becomes one of the graph
     return graph
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Without collecting garbage: another graph in it, of a fleet that nobody needs any more, cannot be let go of while one is captured."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def streams(device: torch.device) -> list[torch.cuda.Stream]:
