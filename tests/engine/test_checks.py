@@ -17,6 +17,7 @@ from onepass.engine.gpu.norm import norm_backward
 from onepass.engine.gradients import Mode, _InDouble
 from onepass.engine.program import resized, trace
 from onepass.models.resnet import ResNet
+from onepass.streams.base import Pool
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 from toys import Normed, batch_of, by_hand, fleet_of
@@ -123,6 +124,18 @@ def test_batch_norm_behind_batch_norm_is_traced(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
     fleet, batch = images(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6)))
     fleet.grad(batch)
+    assert not caplog.records
+
+
+def test_a_program_of_images_that_are_stored_as_bytes_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    judged: list[torch.dtype] = []
+    monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
+    monkeypatch.setattr("onepass.engine.gradients.check_kernels", lambda _, arguments: judged.append(arguments[0].dtype))
+    pool = Pool(torch.randint(0, 256, (10, 192), dtype=torch.uint8), torch.arange(10) % 3, 10, 1 / 255, torch.randn(192), (8, 8, 3))
+    nets = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6))
+    fleet = Fleet(lambda: nets, range(1), Slots.separate(2, 3), [0.1], device="cpu", gradients="looped", prepare=pool.prepare_images)
+    fleet.grad(Batch(pool.x[None], pool.classes[None]))
+    assert judged == [torch.float32]
     assert not caplog.records
 
 

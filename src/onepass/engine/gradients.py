@@ -257,9 +257,8 @@ class Gradients:
         except ArithmeticError as off:
             reason = str(off)
         try:
-            exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in arguments]
             with _InDouble():  # type: ignore[no-untyped-call]
-                self._compare(row, made, exact, [place.double() for place in outputs], stacked, 1e-6, 1e-9)
+                self._compare(row, made, [_double(t) for t in arguments], [_double(t) for t in outputs], stacked, 1e-6, 1e-9)
             check_kernels(made, [*row.safe(arguments), *(torch.empty_like(place) for place in outputs)])
             return
         except Exception as failure:
@@ -288,11 +287,17 @@ class Gradients:
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Where operations are told to make float32, they make float64: a program that was traced in float32 is full of that."""
+    """Whatever is float32 becomes float64: constants (the mean image), what bytes turn into, and what a traced program has written into it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs or {}))
+        args, kwargs = tree_map(_double, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype == torch.float32 else value
+    return torch.float64 if value is torch.float32 else value
 
 
 def _copy(buffer: Tensor) -> Tensor:
