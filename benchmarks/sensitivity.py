@@ -4,7 +4,8 @@
                                      [--device cuda] [--data DIR] [--markdown FILE]
 
 The other hyper-parameters are those that the paper chose. No cross-validation: this looks at `D^EV`, to explain a result and not to choose one. The
-spread is that of single runs; a mean over five runs, as published, varies by its share of 1/√5.
+spread is that of single runs; a mean over five runs, as published, varies by its share of 1/√5. Single runs are printed too: seed by seed, two
+settings differ by less than seeds do.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def main() -> None:
     heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
     lines = [f"`{' '.join(['sensitivity.py', arguments.method, written, *arguments.set])}`, {arguments.seeds} seeds", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    singles = []
     for number, point in enumerate(points):
         mine = [metrics(record) for record in records[number * arguments.seeds : (number + 1) * arguments.seeds]]
         cells = [f"{name} {point[name]:g}"]
@@ -72,6 +74,10 @@ def main() -> None:
             found = [value for one in mine if (value := getattr(one, metric)) is not None]
             cells.append(f"{np.mean(found):.4g} ± {np.std(found):.2g}" if found else "–")
         lines.append("| " + " | ".join(cells) + " |")
+        singles.append(
+            f"`A_T` of seeds 0 to {arguments.seeds - 1} at {cells[0]}: {', '.join(f'{one.A_T:.4f}' for one in mine if one.A_T is not None)}"
+        )
+    lines += ["", *singles]
     print("\n".join(lines))
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(lines) + "\n")

@@ -70,6 +70,38 @@ def test_a_wrong_program_is_not_used(mode: Mode, value: float, monkeypatch: pyte
     assert "off by" in caplog.text
 
 
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("mode", ["looped", "stacked"])
+def test_a_run_that_has_diverged_lets_the_others_judge(
+    mode: Mode, right: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = traced = 0
+
+    def program(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
+        nonlocal called
+        called += 1
+        return program(*given) if right else torch.zeros(())
+
+    def tracer(*arguments: Any) -> fx.GraphModule:
+        nonlocal traced
+        traced += 1
+        return changed(program)(*arguments)
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", tracer)
+    fleet, batch = fleet_of(mode=mode), batch_of()
+    theta = fleet.theta.clone()
+    fleet.theta.fill_(torch.nan)
+    fleet.grad(batch)
+    assert not caplog.records
+    fleet.theta[1:] = theta[1:]
+    for _ in range(2):
+        called = 0
+        assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
+    assert ("off by" in caplog.text) != right
+    assert (called > 0) == right
+    assert traced == (1 if mode == "looped" else 2)  # the others one by one in between
+
+
 @pytest.mark.parametrize("number", [0, 20, 40, 61])
 def test_a_program_with_one_gradient_a_little_too_long_is_not_used(
     number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -125,6 +157,19 @@ def test_batch_norm_behind_batch_norm_is_traced(monkeypatch: pytest.MonkeyPatch,
     fleet, batch = images(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6)))
     fleet.grad(batch)
     assert not caplog.records
+
+
+def test_no_program_is_made_from_one_that_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def longer(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
+        value = program(*given)
+        given[-1].mul_(1.01)
+        return value
+
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(longer))
+    fleet = fleet_of(mode="looped")
+    for size in (3, 4, 5):
+        fleet.grad(batch_of(size=size))
+    assert caplog.text.count("off by 0.01 of its length, and") == 3
 
 
 def test_a_program_of_images_that_are_stored_as_bytes_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,6 +118,7 @@ class Gradients:
         self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
         self._programs: dict[Hashable, Program | None] = {}
         self._traces: dict[Hashable, dict[int, GraphModule]] = {}  # up to two sizes of batches each
+        self._unjudged: dict[Hashable, tuple[GraphModule, bool]] = {}  # programs, and whether they are new, while all runs have diverged
         self._random: bool | None = None  # do the model's own layers draw random numbers? None: nobody knows
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
@@ -204,63 +205,70 @@ class Gradients:
         inputs = arguments[len(self.architecture.names) + len(row.buffers) :]
         key = (stacked, self.architecture.module.training, row.loss, row.extra, *((tensor.shape, tensor.dtype) for tensor in inputs))
         if key not in self._programs:
-            self._programs[key] = self._build(row, arguments, outputs, stacked)
-        return self._programs[key]
+            self._build(key, row, arguments, outputs, stacked)
+        return self._programs.get(key)
 
-    def _build(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
+    def _build(self, key: Hashable, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> None:
+        """Note the program, None if there is none that can be used, and nothing where only a run that has not diverged will tell."""
         way = "stacked" if stacked else "traced"
         try:
-            with torch.random.fork_rng():  # tracing runs the model once
-                made, is_new = self._traced(row, arguments, outputs, stacked)
+            if key not in self._unjudged:
+                with torch.random.fork_rng():  # tracing runs the model once
+                    self._unjudged[key] = self._traced(row, arguments, outputs, stacked)
+            made, is_new = self._unjudged[key]
             with products(arguments[0].device, tf32=False):  # TF32 is about as far off as what is looked for
-                self._check(row, made, arguments, outputs, stacked, 1e-3 if is_new else 2e-2)
+                if not self._check(row, made, arguments, outputs, stacked, 1e-3 if is_new else 2e-2):
+                    return
             if self.architecture.module.training:  # in evaluation, dropout draws nothing and says nothing
                 self._random = False
+            self._programs[key] = made.forward
+            known, size = self._judged(row, arguments, stacked)
+            if len(known) < 2:
+                known[size] = made
         except DrawsRandomNumbersError as reason:
             self._random = True
+            self._programs[key] = None
             log.warning("gradients are computed by plain autograd, run by run: %s", reason)
-            return None
         except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
             if is_out_of_memory(reason):
                 raise
             log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, first_line(reason))
-            return None
-        program: Program = made.forward
-        return program
+            self._programs[key] = None
+        self._unjudged.pop(key, None)
 
     def _traced(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> tuple[GraphModule, bool]:
-        """A program for batches of this size, and whether it is new or made from those for two other sizes, where they tell what depends on it."""
-        inputs, at = arguments[len(self.architecture.names) + len(row.buffers) :], int(stacked)
-        shapes = tuple((tensor.shape[:at], tensor.shape[at + 1 :], tensor.dtype) for tensor in inputs)
-        known = self._traces.setdefault((stacked, self.architecture.module.training, row.loss, row.extra, shapes), {})
-        size = inputs[0].shape[at]
+        """A program for batches of this size, and whether it is new or made from two for other sizes, where they tell what depends on it."""
+        known, size = self._judged(row, arguments, stacked)
         if len(known) == 2 and not row.described:
             (a, one), (b, other) = known.items()
             made = resized(one, a, other, b, size)
             if made is not None:
                 return made, False
-        made = trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs))
-        if len(known) < 2:
-            known[size] = made
-        return made, True
+        return trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs)), True
 
-    def _check(self, row: _Row, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float) -> None:
-        """Raise unless the program finds what plain autograd does.
+    def _judged(self, row: _Row, arguments: Sequence[Tensor], stacked: bool) -> tuple[dict[int, GraphModule], int]:
+        """Up to two programs for batches of other sizes, and the size of this one."""
+        inputs, at = arguments[len(self.architecture.names) + len(row.buffers) :], int(stacked)
+        shapes = tuple((tensor.shape[:at], tensor.shape[at + 1 :], tensor.dtype) for tensor in inputs)
+        known = self._traces.setdefault((stacked, self.architecture.module.training, row.loss, row.extra, shapes), {})
+        return known, inputs[0].shape[at]
+
+    def _check(self, row: _Row, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float) -> bool:
+        """Raise unless the program finds what plain autograd does; False if no run can tell.
 
         Units next to zero are on in one way of rounding and off in another, and some gradients are nothing but rounding (that of a bias in front of
         batch-norm). So a program that is off by more than `within` may be right. In float64, where there is next to no rounding, it must then
         find the same, and each kernel of ours what it stands for. That takes a GPU long: `within` is wide for programs made from judged ones.
         """
         try:
-            self._compare(row, made, arguments, outputs, stacked, within, 0.0)
-            return
+            return self._compare(row, made, arguments, outputs, stacked, within, 0.0)
         except ArithmeticError as off:
             reason = str(off)
         try:
             with _InDouble():  # type: ignore[no-untyped-call]
                 self._compare(row, made, [_double(t) for t in arguments], [_double(t) for t in outputs], stacked, 1e-6, 1e-9)
             check_kernels(made, [*row.safe(arguments), *(torch.empty_like(place) for place in outputs)])
-            return
+            return True
         except Exception as failure:
             # Float64 takes more memory than the program that is judged: no reason for a smaller fleet.
             reason += f", and {'there is no room for float64' if is_out_of_memory(failure) else f'in float64 {first_line(failure)}'}"
@@ -268,15 +276,17 @@ class Gradients:
 
     def _compare(
         self, row: _Row, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float, floor: float
-    ) -> None:
-        """Raise if gradients or buffers are further off than `within` of their length, and than `floor` of the longest."""
+    ) -> bool:
+        """Raise if gradients or buffers are further off than `within` of their length, and than `floor` of the longest; False if none is finite."""
         result, changed = [torch.empty_like(place) for place in outputs], row.safe(arguments)
         made.forward(*changed, *result)
-        samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True))[:2] if stacked else [(arguments, changed, result)]
+        samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True)) if stacked else [(arguments, changed, result)]
         buffers = slice(len(self.architecture.names), len(self.architecture.names) + len(row.buffers))
+        judged = 0
         for original, after, found in samples:
             truth = row.safe(original)
             gradients, _ = row.autograd(truth)
+            judged += any(bool(gradient.isfinite().all()) for gradient in gradients)
             for expected, values in ((gradients, found), (truth[buffers], after[buffers])):
                 scales = [float(value.double().norm()) for value in expected]
                 least = 1e-12 + floor * max(filter(math.isfinite, scales), default=0.0)
@@ -284,6 +294,9 @@ class Gradients:
                     error = float((one.double() - other.double()).norm())
                     if math.isfinite(scale) and not error <= within * scale + least:
                         raise ArithmeticError(f"its gradient is off by {error / max(scale, 1e-12):.2g} of its length")
+            if judged == 2:  # runs are enough
+                break
+        return judged > 0
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
