@@ -22,6 +22,7 @@ from onepass.engine.gpu.fusing import fuse_answers
 from onepass.engine.gradients import _Row
 from onepass.engine.program import trace
 from onepass.models.norm import BatchNorm
+from onepass.models.progressive import Progressive
 from onepass.models.resnet import ResNet
 
 CLASSES, IMAGES = 6, 5
@@ -38,7 +39,7 @@ def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
     row = _Row(architecture, loss, tuple(buffers), False, ())
     x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
     arguments = [*architecture.views(architecture.flatten(module)), *buffers.values(), x, torch.arange(IMAGES)]
-    found = architecture.views(torch.zeros(architecture.width))
+    found = architecture.views(torch.zeros(architecture.width))[architecture.frozen :]
     made = trace(row, row.safe(arguments), found, on_gpu=True)
     mine, truth = row.safe(arguments), row.safe(arguments)
     value = made(*mine, *found)
@@ -66,6 +67,16 @@ def test_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch
     _, narrow = program(deepcopy(net))
     assert (narrow["convolve.default"], narrow["convolve_inputs.default"], narrow["convolve_weights.default"]) == (5, 4, 5)
     assert narrow["convolution_backward.default"] == 5
+
+
+def test_columns_in_which_nothing_is_learnt_are_as_in_answers() -> None:
+    net = Progressive(lambda: ResNet(4, CLASSES, (2, 2), 4), 3, input_laterals=True, lateral_biases=True).train()
+    torch.manual_seed(0)
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data = 0.5 + torch.rand(tensor.shape).to(tensor.dtype) if tensor.dim() < 2 else torch.randn(tensor.shape) / 9
+    _, count = program(net)
+    assert (count["convolve_norm.default"], count["norm.default"]) == (20, 10)
+    assert "native_batch_norm.default" not in count
 
 
 def test_kernels_are_for_float32_on_a_gpu_and_for_what_they_can_count() -> None:

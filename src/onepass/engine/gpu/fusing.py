@@ -113,7 +113,9 @@ def check_kernels(program: fx.GraphModule, arguments: list[Tensor]) -> None:
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Batch-norm takes in the sum and the ReLU behind it, and their derivatives; convolutions with few channels are ours."""
+    """Batch-norm takes in the sum and the ReLU behind it, and their derivatives; convolutions with few channels are ours. What nothing is learnt in,
+    a frozen column say, is as in answers."""
+    fuse_answers(graph)
     for node in list(graph.nodes):
         if node.target in _NORMS:
             _forward(graph, node)
