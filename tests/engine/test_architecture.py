@@ -13,7 +13,7 @@ from onepass.engine.fleet import aligned
 from onepass.engine.gradients import Mode
 from onepass.engine.program import trace
 from onepass.streams.batch import Batch
-from toys import FEATURES, by_hand, fleet_of
+from toys import FEATURES, batch_of, by_hand, fleet_of
 
 
 def test_parameters_may_begin_at_certain_places_and_what_is_between_them_stays_zero() -> None:
@@ -31,6 +31,25 @@ def test_parameters_may_begin_at_certain_places_and_what_is_between_them_stays_z
         assert torch.equal(theirs, parameter)
     assert torch.equal(spread.numbers(row[None])[0].sort().values, packed.flatten(module).sort().values)
     assert spread.views(row)[0].is_contiguous(memory_format=torch.channels_last)
+
+
+class Tempered(nn.Module):
+    """Learns a temperature: a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(FEATURES, 8), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.layer(x) * self.temperature
+        return answer
+
+
+@pytest.mark.parametrize("mode", ["looped", "stacked"])
+def test_a_parameter_may_be_one_number(mode: Mode) -> None:
+    fleet, batch = fleet_of(Tempered, mode=mode), batch_of()
+    g, _ = fleet.grad(batch)
+    assert torch.allclose(g[2], by_hand(fleet, batch, 2)[0], atol=1e-6)
 
 
 def test_rows_of_buffers_begin_at_certain_places() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,42 @@ from torch.nn.functional import cross_entropy
 from onepass.engine.fleet import Fleet
 from onepass.engine.gpu import fusing
 from onepass.engine.gpu.norm import norm_backward
-from onepass.engine.gradients import Mode, _InDouble
+from onepass.engine.gradients import Mode
+from onepass.engine.judging import _in_double
 from onepass.engine.program import resized, trace
 from onepass.models.resnet import ResNet
 from onepass.streams.base import Pool
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
-from toys import Normed, batch_of, by_hand, fleet_of
+from toys import Normed, batch_of, by_hand, fleet_of, small_net
 
 as_on_a_gpu = partial(trace, on_gpu=True)
+
+
+class Unused(nn.Module):
+    """Has a parameter whose gradient is zero whatever comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(6, 8), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.layer(x)
+        return answer
+
+
+class Masked(nn.Module):
+    """Writes into a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(1, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((6, 6), -torch.inf).triu_(1)
+        q = self.layer(x[..., None])
+        answer: Tensor = self.head((torch.softmax(q @ q.mT + mask, -1) @ q).mean(-2))
+        return answer
 
 
 class Warm(nn.Module):
@@ -50,6 +78,13 @@ def changed(change: Callable[[Callable[..., Tensor], list[Tensor], int], Tensor]
     return tracer
 
 
+def halved(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
+    value = program(*given)
+    for out in given[-outputs:]:
+        out.mul_(0.5)
+    return value
+
+
 def images(build: Callable[[], nn.Module], size: int = 8) -> tuple[Fleet, Batch]:
     torch.manual_seed(0)
     fleet = Fleet(build, range(1), Slots.separate(2, 3), [0.1], device="cpu", gradients="looped")
@@ -70,17 +105,50 @@ def test_a_wrong_program_is_not_used(mode: Mode, value: float, monkeypatch: pyte
     assert "off by" in caplog.text
 
 
+@pytest.mark.parametrize("mode", ["looped", "stacked"])
+def test_a_wrong_program_is_not_used_though_the_model_writes_into_constants(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(halved))
+    fleet, batch = fleet_of(Masked, mode=mode), batch_of()
+    assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
+    assert "and in float64 its gradient is off by 0.5" in caplog.text
+
+
+def test_gradients_of_zero_do_not_judge(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(halved))
+    fleet, batch = fleet_of(mode="looped"), batch_of()
+
+    def weighted(logits: Tensor, slots: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
+        return fleet.cross_entropy(logits, slots, {}) * extra["weight"].sum()
+
+    for weight in (0.0, 1.0):
+        assert not caplog.records
+        g, _ = fleet.grad(replace(batch, extra={"weight": torch.full((3, 1), weight)}), loss=weighted)
+        assert torch.allclose(g[2], weight * by_hand(fleet, batch, 2)[0], atol=1e-6)
+    assert "off by 0.5" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_programs_in_half_precision_are_judged_in_float64(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    batch = batch_of()
+    fleet = fleet_of(lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).to(dtype), mode="stacked")
+    fleet.grad(replace(batch, x=batch.x.to(dtype)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("build", [small_net, Unused])
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("mode", ["looped", "stacked"])
 def test_a_run_that_has_diverged_lets_the_others_judge(
-    mode: Mode, right: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: Mode, right: bool, build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     called = traced = 0
 
     def program(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
         nonlocal called
         called += 1
-        return program(*given) if right else torch.zeros(())
+        return program(*given) if right else halved(program, given, outputs)
 
     def tracer(*arguments: Any) -> fx.GraphModule:
         nonlocal traced
@@ -88,7 +156,7 @@ def test_a_run_that_has_diverged_lets_the_others_judge(
         return changed(program)(*arguments)
 
     monkeypatch.setattr("onepass.engine.gradients.trace", tracer)
-    fleet, batch = fleet_of(mode=mode), batch_of()
+    fleet, batch = fleet_of(build, mode=mode), batch_of()
     theta = fleet.theta.clone()
     fleet.theta.fill_(torch.nan)
     fleet.grad(batch)
@@ -152,9 +220,19 @@ def test_a_program_may_round_otherwise_where_a_gradient_is_nothing_but_rounding(
     assert ("off by" not in caplog.text) == rounds
 
 
-def test_batch_norm_behind_batch_norm_is_traced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: (nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3)),
+        lambda: (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)),
+        lambda: (nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)),
+    ],
+)
+def test_batch_norm_behind_batch_norm_is_traced(
+    layers: Callable[[], tuple[nn.Module, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
-    fleet, batch = images(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6)))
+    fleet, batch = images(lambda: nn.Sequential(*layers(), nn.Flatten(), nn.Linear(192, 6)))
     fleet.grad(batch)
     assert not caplog.records
 
@@ -175,7 +253,7 @@ def test_no_program_is_made_from_one_that_is_not_used(monkeypatch: pytest.Monkey
 def test_a_program_of_images_that_are_stored_as_bytes_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     judged: list[torch.dtype] = []
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
-    monkeypatch.setattr("onepass.engine.gradients.check_kernels", lambda _, arguments: judged.append(arguments[0].dtype))
+    monkeypatch.setattr("onepass.engine.judging.check_kernels", lambda _, arguments: judged.append(arguments[0].dtype))
     pool = Pool(torch.randint(0, 256, (10, 192), dtype=torch.uint8), torch.arange(10) % 3, 10, 1 / 255, torch.randn(192), (8, 8, 3))
     nets = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6))
     fleet = Fleet(lambda: nets, range(1), Slots.separate(2, 3), [0.1], device="cpu", gradients="looped", prepare=pool.prepare_images)
@@ -218,7 +296,7 @@ def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong_or_cannot_be_jud
         raise failure
 
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
-    monkeypatch.setattr("onepass.engine.gradients.check_kernels", refuse)
+    monkeypatch.setattr("onepass.engine.judging.check_kernels", refuse)
     fleet, batch = images(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6)))
     fleet.grad(batch)
     assert "off by" in caplog.text
@@ -239,6 +317,6 @@ def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel() -> None:
 
 
 def test_a_program_that_was_traced_in_float32_is_judged_in_float64() -> None:
-    with _InDouble():  # type: ignore[no-untyped-call]
+    with _in_double():
         assert torch.zeros(3, dtype=torch.float32).dtype == torch.float64
         assert torch.ones(3, dtype=torch.float64).to(torch.float32).dtype == torch.float64

@@ -30,8 +30,10 @@ def test_a_bias_that_a_product_is_added_to_stays_as_it_was() -> None:
         (lambda x: x * len(x) ** 2, False),
         (lambda x: x * (len(x) / (len(x) - 1)), False),
         (lambda x: x.relu() if len(x) > 5 else x, False),
+        (lambda x: x / torch.tensor(3.0), True),
+        (lambda x: x / torch.tensor(float(len(x))), False),
     ],
-    ids=["one by the size", "multiples of the size", "its square", "another number", "another operation"],
+    ids=["one by the size", "multiples of the size", "its square", "another number", "another operation", "a constant", "another constant"],
 )
 def test_a_program_for_a_third_size_is_the_one_that_would_be_traced_or_there_is_none(function: Callable[[Tensor], Tensor], right: bool) -> None:
     four, six, nine = (torch.randn(size, 6) for size in (4, 6, 9))

@@ -44,7 +44,7 @@ class Architecture:
         lead = theta.shape[:-1]
         parts = [theta[..., start : start + length] for start, length in zip(self.starts, self.lengths, strict=False)]
         return [
-            part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3) if moved else part.view(*lead, *shape)
+            part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3) if moved else part.view((*lead, *shape))
             for part, shape, moved in zip(parts, self.shapes, self._moved, strict=True)
         ]
 

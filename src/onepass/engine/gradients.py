@@ -8,23 +8,20 @@ work.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
-from onepass.engine.branches import lane
-from onepass.engine.gpu.fusing import check_kernels
+from onepass.engine.branches import is_branching, lane
+from onepass.engine.judging import is_right, rows_of
 from onepass.engine.precision import products
 from onepass.engine.program import DrawsRandomNumbersError, Program, resized, trace
 from onepass.errors import first_line, is_out_of_memory
@@ -99,13 +96,22 @@ class _Views:
         if whole is not self._whole:
             self._whole = whole
             self.stack = self._architecture.views(whole)
-            self.rows = _rows(self.stack)
+            self.rows = rows_of(self.stack)
         return self
 
     @property
     def whole(self) -> Tensor:
         assert self._whole is not None
         return self._whole
+
+
+@dataclass(frozen=True)
+class _Unjudged:
+    """A program that only runs that have diverged were asked about, and how many more will be: if all have, anything is right."""
+
+    program: GraphModule
+    is_new: bool
+    asked: int
 
 
 class Gradients:
@@ -116,9 +122,10 @@ class Gradients:
         # Stacking saves dispatches, so it wins wherever there are several runs (`onepass bench --both` prints both), except that
         # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
         self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
+        self._rows = rows
         self._programs: dict[Hashable, Program | None] = {}
         self._traces: dict[Hashable, dict[int, GraphModule]] = {}  # up to two sizes of batches each
-        self._unjudged: dict[Hashable, tuple[GraphModule, bool]] = {}  # programs, and whether they are new, while all runs have diverged
+        self._unjudged: dict[Hashable, _Unjudged] = {}
         self._random: bool | None = None  # do the model's own layers draw random numbers? None: nobody knows
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
@@ -180,7 +187,7 @@ class Gradients:
             if program is not None:
                 return program(*theta.stack, *given, *g.stack[frozen:])
         values = []
-        for r, (parameters, inputs, places) in enumerate(zip(theta.rows, _rows(given), g.rows, strict=True)):
+        for r, (parameters, inputs, places) in enumerate(zip(theta.rows, rows_of(given), g.rows, strict=True)):
             arguments = (*parameters, *inputs)
             program = None if self._random else self._program(row, arguments, places[frozen:], stacked=False)
             if program is not None:
@@ -204,27 +211,33 @@ class Gradients:
     def _program(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
         inputs = arguments[len(self.architecture.names) + len(row.buffers) :]
         key = (stacked, self.architecture.module.training, row.loss, row.extra, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        if key not in self._programs:
+        if is_branching():  # a pass that is captured is not done again
+            return self._programs.get(key)
+        if key not in self._programs or key in self._unjudged:
             self._build(key, row, arguments, outputs, stacked)
-        return self._programs.get(key)
+        return None if key in self._unjudged else self._programs[key]
 
     def _build(self, key: Hashable, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> None:
-        """Note the program, None if there is none that can be used, and nothing where only a run that has not diverged will tell."""
+        """Note the program, or None if there is none that can be used. A run that has diverged cannot tell, so then others are asked."""
         way = "stacked" if stacked else "traced"
         try:
             if key not in self._unjudged:
                 with torch.random.fork_rng():  # tracing runs the model once
-                    self._unjudged[key] = self._traced(row, arguments, outputs, stacked)
-            made, is_new = self._unjudged[key]
+                    made, is_new = self._traced(row, arguments, outputs, stacked)
+                self._unjudged[key] = _Unjudged(made, is_new, asked=8 if stacked else 8 + 2 * self._rows)
+            one = self._unjudged[key]
             with products(arguments[0].device, tf32=False):  # TF32 is about as far off as what is looked for
-                if not self._check(row, made, arguments, outputs, stacked, 1e-3 if is_new else 2e-2):
-                    return
+                judged = is_right(row, one.program, arguments, outputs, stacked, 1e-3 if one.is_new else 2e-2)
+            self._programs[key] = one.program.forward
             if self.architecture.module.training:  # in evaluation, dropout draws nothing and says nothing
                 self._random = False
-            self._programs[key] = made.forward
-            known, size = self._judged(row, arguments, stacked)
-            if len(known) < 2:
-                known[size] = made
+            if judged:
+                known, size = self._judged(row, arguments, stacked)
+                if len(known) < 2:
+                    known[size] = one.program
+            elif one.asked > 1:
+                self._unjudged[key] = replace(one, asked=one.asked - 1)
+                return
         except DrawsRandomNumbersError as reason:
             self._random = True
             self._programs[key] = None
@@ -253,70 +266,7 @@ class Gradients:
         known = self._traces.setdefault((stacked, self.architecture.module.training, row.loss, row.extra, shapes), {})
         return known, inputs[0].shape[at]
 
-    def _check(self, row: _Row, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float) -> bool:
-        """Raise unless the program finds what plain autograd does; False if no run can tell.
-
-        Units next to zero are on in one way of rounding and off in another, and some gradients are nothing but rounding (that of a bias in front of
-        batch-norm). So a program that is off by more than `within` may be right. In float64, where there is next to no rounding, it must then
-        find the same, and each kernel of ours what it stands for. That takes a GPU long: `within` is wide for programs made from judged ones.
-        """
-        try:
-            return self._compare(row, made, arguments, outputs, stacked, within, 0.0)
-        except ArithmeticError as off:
-            reason = str(off)
-        try:
-            with _InDouble():  # type: ignore[no-untyped-call]
-                self._compare(row, made, [_double(t) for t in arguments], [_double(t) for t in outputs], stacked, 1e-6, 1e-9)
-            check_kernels(made, [*row.safe(arguments), *(torch.empty_like(place) for place in outputs)])
-            return True
-        except Exception as failure:
-            # Float64 takes more memory than the program that is judged: no reason for a smaller fleet.
-            reason += f", and {'there is no room for float64' if is_out_of_memory(failure) else f'in float64 {first_line(failure)}'}"
-        raise ArithmeticError(reason)
-
-    def _compare(
-        self, row: _Row, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float, floor: float
-    ) -> bool:
-        """Raise if gradients or buffers are further off than `within` of their length, and than `floor` of the longest; False if none is finite."""
-        result, changed = [torch.empty_like(place) for place in outputs], row.safe(arguments)
-        made.forward(*changed, *result)
-        samples = list(zip(_rows(arguments), _rows(changed), _rows(result), strict=True)) if stacked else [(arguments, changed, result)]
-        buffers = slice(len(self.architecture.names), len(self.architecture.names) + len(row.buffers))
-        judged = 0
-        for original, after, found in samples:
-            truth = row.safe(original)
-            gradients, _ = row.autograd(truth)
-            judged += any(bool(gradient.isfinite().all()) for gradient in gradients)
-            for expected, values in ((gradients, found), (truth[buffers], after[buffers])):
-                scales = [float(value.double().norm()) for value in expected]
-                least = 1e-12 + floor * max(filter(math.isfinite, scales), default=0.0)
-                for one, other, scale in zip(expected, values, scales, strict=True):
-                    error = float((one.double() - other.double()).norm())
-                    if math.isfinite(scale) and not error <= within * scale + least:
-                        raise ArithmeticError(f"its gradient is off by {error / max(scale, 1e-12):.2g} of its length")
-            if judged == 2:  # runs are enough
-                break
-        return judged > 0
-
-
-class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whatever is float32 becomes float64: constants (the mean image), what bytes turn into, and what a traced program has written into it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_double, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.dtype == torch.float32 else value
-    return torch.float64 if value is torch.float32 else value
-
 
 def _copy(buffer: Tensor) -> Tensor:
     """A copy whose rows lie as far apart: kernels want them at certain places."""
     return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device).copy_(buffer)
-
-
-def _rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(t.unbind(0) for t in tensors), strict=True))

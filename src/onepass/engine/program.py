@@ -90,6 +90,8 @@ def resized(one: fx.GraphModule, its_size: int, other: fx.GraphModule, other_siz
         for node, twin in zip(made.graph.nodes, other.graph.nodes, strict=True):
             if (node.op, node.name, node.target) != (twin.op, twin.name, twin.target):
                 return None
+            if node.op == "get_attr" and not _same(getattr(one, node.target), getattr(other, node.target)):
+                return None
             if node.op == "call_function":
                 node.args = fitted(node.args, twin.args)
                 node.kwargs = {key: fitted(value, twin.kwargs[key]) for key, value in node.kwargs.items()}
@@ -97,6 +99,11 @@ def resized(one: fx.GraphModule, its_size: int, other: fx.GraphModule, other_siz
         return None
     made.recompile()
     return made
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Are these constants of two programs the same? One of them may depend on the size."""
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _write_into(gradient: fx.Node, place: fx.Node, output: Tensor) -> bool:
