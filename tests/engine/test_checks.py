@@ -16,7 +16,7 @@ from onepass.engine.fleet import Fleet
 from onepass.engine.gpu import fusing
 from onepass.engine.gpu.norm import norm_backward
 from onepass.engine.gradients import Mode
-from onepass.engine.judging import _in_double
+from onepass.engine.judging import _in_double, is_right
 from onepass.engine.program import resized, trace
 from onepass.models.resnet import ResNet
 from onepass.streams.base import Pool
@@ -168,6 +168,23 @@ def test_a_run_that_has_diverged_lets_the_others_judge(
     assert ("off by" in caplog.text) != right
     assert (called > 0) == right
     assert traced == (1 if mode == "looped" else 2)  # the others one by one in between
+
+
+@pytest.mark.parametrize(("mode", "most"), [("looped", 14), ("stacked", 22)])
+def test_runs_that_have_all_diverged_are_not_asked_for_ever(mode: Mode, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def watched(*arguments: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return is_right(*arguments)
+
+    monkeypatch.setattr("onepass.engine.gradients.is_right", watched)
+    fleet = fleet_of(mode=mode)
+    fleet.theta.fill_(torch.nan)
+    for _ in range(40):
+        fleet.grad(batch_of())
+    assert asked == most
 
 
 @pytest.mark.parametrize("number", [0, 20, 40, 61])

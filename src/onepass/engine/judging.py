@@ -96,11 +96,7 @@ class _Doubling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Constants (the mean image), what bytes turn into, and what a traced program has written into it become float64 wherever they are read."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = func._schema.arguments
-        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema]
-        names = {argument.name for argument, is_written in zip(schema, written, strict=True) if is_written}
-        args = [value if is_written else tree_map(_double, value) for value, is_written in zip(args, written, strict=False)]
-        kwargs = {name: value if name in names else tree_map(_double, value) for name, value in (kwargs or {}).items()}
+        args, kwargs = tree_map(_double, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
