@@ -129,8 +129,38 @@ def test_gradients_of_zero_do_not_judge(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "off by 0.5" in caplog.text
 
 
+class Telling(nn.Linear):
+    """Does not like float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (torch.nan if x.dtype == torch.float64 else 1.0)
+
+
+def test_a_program_that_is_off_is_not_used_if_nothing_is_finite_in_float64(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("onepass.engine.gradients.trace", changed(halved))
+    fleet, batch = fleet_of(lambda: Telling(6, 8), mode="looped"), batch_of()
+    assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
+    assert "nothing is finite" in caplog.text
+
+
+def test_no_program_is_made_or_judged_while_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, batch = fleet_of(mode="looped"), batch_of()
+    fleet.theta.fill_(torch.nan)
+    fleet.grad(batch)
+    monkeypatch.setattr("onepass.engine.gradients.is_branching", lambda: True)
+    monkeypatch.setattr("onepass.engine.gradients.trace", None)
+    monkeypatch.setattr("onepass.engine.gradients.is_right", None)
+    fleet.grad(batch)
+    fleet.grad(batch_of(size=3))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_programs_in_half_precision_are_judged_in_float64(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_programs_in_half_precision_are_judged_in_float64(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
+    fleet, batch = images(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6)).to(dtype))
+    fleet.grad(replace(batch, x=batch.x.to(dtype)))
     batch = batch_of()
     fleet = fleet_of(lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).to(dtype), mode="stacked")
     fleet.grad(replace(batch, x=batch.x.to(dtype)))

@@ -69,6 +69,12 @@ def test_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch
     assert narrow["convolution_backward.default"] == 5
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "ours"), [(4, 4, True), (4, 8, True), (8, 4, False)])
+def test_convolutions_that_make_few_channels_of_many_are_left_to_torch(inputs: int, outputs: int, ours: bool) -> None:
+    _, count = program(nn.Sequential(nn.Conv2d(4, inputs, 1, bias=False), nn.Conv2d(inputs, outputs, 3, bias=False)))
+    assert count["convolve.default"] == 1 + ours
+
+
 def test_columns_in_which_nothing_is_learnt_are_as_in_answers() -> None:
     net = Progressive(lambda: ResNet(4, CLASSES, (2, 2), 4), 3, input_laterals=True, lateral_biases=True).train()
     torch.manual_seed(0)
