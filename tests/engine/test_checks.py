@@ -349,7 +349,7 @@ def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong_or_cannot_be_jud
     assert "off by" in caplog.text
 
 
-def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel() -> None:
+def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x, ones = torch.randn(10, 3, 8, 8), torch.ones(3)
     mean = x.mean((0, 2, 3))
@@ -360,7 +360,11 @@ def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel() -> None:
     graph = fx.Graph()
     g, *given = [graph.placeholder(name) for name in ("g", "x", "weight", "bias", "mean", "inverse")]
     graph.output(graph.call_function(norm_backward._opoverload, (g, None, *given, None, True, False)))
-    fusing.check_kernels(fx.GraphModule({}, graph), arguments)
+    made = fx.GraphModule({}, graph)
+    fusing.check_kernels(made, arguments)
+    monkeypatch.setattr(fx.Interpreter, "call_function", lambda _, target, args, kwargs: [1.01 * part for part in target(*args)])
+    with pytest.raises(ArithmeticError, match="norm_backward"):
+        fusing.check_kernels(made, arguments)
 
 
 def test_a_program_that_was_traced_in_float32_is_judged_in_float64() -> None:
