@@ -28,7 +28,12 @@ from onepass.studies.fetch import locate
 from onepass.studies.recipe import Recipe, load
 from onepass.studies.work import open_stream
 
-UNPUBLISHED = {"gem": {"learning_rate": 0.1, "margin": 0.5}, "s-gem": {"learning_rate": 0.1}, "er": {"learning_rate": 0.1}}
+UNPUBLISHED = {
+    "gem": {"learning_rate": 0.1, "margin": 0.5},
+    "s-gem": {"learning_rate": 0.1},
+    "er": {"learning_rate": 0.1},
+    "icarl": {"learning_rate": 0.1, "distillation": 1.0},
+}
 
 
 def warm_up(recipe: Recipe, stream: Stream, method: str, device: str) -> None:

@@ -1,6 +1,6 @@
-"""What the results on a stream of the paper depend on: one hyper-parameter varied, all its values and seeds side by side in one fleet on `D^EV`.
+"""What the results on a stream of the paper depend on: hyper-parameters varied, all their values and seeds side by side in one fleet on `D^EV`.
 
-    python benchmarks/sensitivity.py METHOD HYPERPARAMETER=VALUE,VALUE,… [--recipe permuted-mnist] [--seeds 10] [--set KEY=VALUE …]
+    python benchmarks/sensitivity.py METHOD HYPERPARAMETER=VALUE,VALUE,… … [--recipe permuted-mnist] [--seeds 10] [--set KEY=VALUE …]
                                      [--device cuda] [--data DIR] [--markdown FILE]
 
 The other hyper-parameters are those that the paper chose. No cross-validation: this looks at `D^EV`, to explain a result and not to choose one. The
@@ -11,6 +11,7 @@ settings differ by less than seeds do.
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def varied(text: str) -> tuple[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method")
-    parser.add_argument("varied", type=varied, help="such as learning_rate=0.03,0.1")
+    parser.add_argument("varied", nargs="+", type=varied, help="such as learning_rate=0.03,0.1")
     parser.add_argument("--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="as for onepass run")
@@ -53,23 +54,26 @@ def main() -> None:
         stream = open_stream(recipe, locate(streams.stream(recipe.stream).data or "", arguments.data))
     except InputError as reason:
         parser.error(str(reason))
-    name, values = arguments.varied
+    axes = dict(arguments.varied)
     known = UNPUBLISHED | recipe.paper.selected
-    if name not in known.get(arguments.method, {}) or arguments.seeds < 1:
-        named = ", ".join(f"{method} ({', '.join(chosen)})" for method, chosen in known.items())
+    if not axes.keys() <= known.get(arguments.method, {}).keys() or arguments.seeds < 1:
+        named = ", ".join(f"{method} ({', '.join(point)})" for method, point in known.items())
         parser.error(f"needs at least one seed, and one of these methods with a hyper-parameter of it: {named}")
-    points = [known[arguments.method] | {name: value} for value in values]
+    chosen = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    points = [known[arguments.method] | point for point in chosen]
     runs = [Run(seed, point) for point in points for seed in range(arguments.seeds)]
     options = recipe.method_options(arguments.method)
     records = train(stream, "ev", METHODS[arguments.method], runs, recipe.setup(), options, device=arguments.device)
-    written = f"{name}={','.join(f'{value:g}' for value in values)}"
+    written = [f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in axes.items()]
     heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
-    lines = [f"`{' '.join(['sensitivity.py', arguments.method, written, *arguments.set])}`, {arguments.seeds} seeds", ""]
+    command = ["python benchmarks/sensitivity.py", arguments.method, *written, f"--recipe {arguments.recipe} --seeds {arguments.seeds}"]
+    command += [f"--set {setting}" for setting in arguments.set]
+    lines = [f"`{' '.join(command)}`", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     singles = []
-    for number, point in enumerate(points):
+    for number, point in enumerate(chosen):
         mine = [metrics(record) for record in records[number * arguments.seeds : (number + 1) * arguments.seeds]]
-        cells = [f"{name} {point[name]:g}"]
+        cells = [", ".join(f"{name} {value:g}" for name, value in point.items())]
         for metric in SHOWN:
             found = [value for one in mine if (value := getattr(one, metric)) is not None]
             cells.append(f"{np.mean(found):.4g} ± {np.std(found):.2g}" if found else "–")
