@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from onepass import streams
+from onepass.engine.cpu import keep_freed_memory
 from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.metrics import average_accuracy
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes of the recipe, as for 'onepass run'")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
+    keep_freed_memory()
     methods = arguments.methods.split(",")
     try:
         recipe = load(arguments.recipe, [*arguments.set, *(["tf32=false"] if arguments.exact else [])], methods=arguments.methods)

@@ -19,6 +19,7 @@ import torch
 from full_length import UNPUBLISHED
 
 from onepass import streams
+from onepass.engine.cpu import keep_freed_memory
 from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.metrics import metrics
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
+    keep_freed_memory()
     try:
         recipe = load(arguments.recipe, arguments.set)
         stream = open_stream(recipe, locate(streams.stream(recipe.stream).data or "", arguments.data))
