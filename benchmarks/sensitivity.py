@@ -1,7 +1,7 @@
 """What the results on a stream of the paper depend on: hyper-parameters varied, all their values and seeds side by side in one fleet on `D^EV`.
 
     python benchmarks/sensitivity.py METHOD HYPERPARAMETER=VALUE,VALUE,… … [--recipe permuted-mnist] [--seeds 10] [--set KEY=VALUE …]
-                                     [--device cuda] [--data DIR] [--markdown FILE]
+                                     [--variant NAME] [--device cuda] [--data DIR] [--markdown FILE]
 
 The other hyper-parameters are those that the paper chose. No cross-validation: this looks at `D^EV`, to explain a result and not to choose one. The
 spread is that of single runs; a mean over five runs, as published, varies by its share of 1/√5. Single runs are printed too: seed by seed, two
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from full_length import UNPUBLISHED
+from variants import VARIANTS
 
 from onepass import streams
 from onepass.engine.cpu import keep_freed_memory
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="as for onepass run")
+    parser.add_argument("--variant", help="of variants.py: " + ", ".join(f"{name} of {method}" for method in VARIANTS for name in VARIANTS[method]))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data")
     parser.add_argument("--markdown", type=Path)
@@ -61,15 +63,18 @@ def main() -> None:
     if not axes.keys() <= known.get(arguments.method, {}).keys() or arguments.seeds < 1:
         named = ", ".join(f"{method} ({', '.join(point)})" for method, point in known.items())
         parser.error(f"needs at least one seed, and one of these methods with a hyper-parameter of it: {named}")
+    method = METHODS[arguments.method] if arguments.variant is None else VARIANTS.get(arguments.method, {}).get(arguments.variant)
+    if method is None:
+        parser.error(f"there is no variant {arguments.variant!r} of {arguments.method}: see --help")
     chosen = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     points = [known[arguments.method] | point for point in chosen]
     runs = [Run(seed, point) for point in points for seed in range(arguments.seeds)]
     options = recipe.method_options(arguments.method)
-    records = train(stream, "ev", METHODS[arguments.method], runs, recipe.setup(), options, device=arguments.device)
+    records = train(stream, "ev", method, runs, recipe.setup(), options, device=arguments.device)
     written = [f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in axes.items()]
     heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
     command = ["python benchmarks/sensitivity.py", arguments.method, *written, f"--recipe {arguments.recipe} --seeds {arguments.seeds}"]
-    command += [f"--set {setting}" for setting in arguments.set]
+    command += [f"--set {setting}" for setting in arguments.set] + ([f"--variant {arguments.variant}"] if arguments.variant else [])
     lines = [f"`{' '.join(command)}`", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     singles = []

@@ -211,11 +211,15 @@ class Referring(Rehearsal):
         if reference is None:
             g, _ = self.fleet.grad(batch)
         else:  # the batch last, so that it is what running statistics have seen last
-            g_ref, loss_ref = self.fleet.grad(reference, update_buffers=self.moves)
+            g_ref, loss_ref = self.reference_gradient(reference)
             g, loss = self.fleet.grad(batch)
             g = self.correct(g, loss[:, None], g_ref, loss_ref[:, None])
         self.episodic.observe(batch)
         return g
+
+    def reference_gradient(self, reference: Batch) -> tuple[Tensor, Tensor]:
+        """`g_ref [R, P]` and the loss `[R]` on the reference batch."""
+        return self.fleet.grad(reference, update_buffers=self.moves)
 
     @abstractmethod
     def correct(self, g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""Methods as other code had them, where that may have made a published number: they explain it and are no methods of the package.
+
+`sensitivity.py METHOD … --variant NAME` trains one instead of the method, with its hyper-parameters and options. For streams whose tasks have equally
+many classes, and whose batches are even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from onepass.engine.fleet import LOST, Fleet
+from onepass.learners import METHODS, Method
+from onepass.learners.agem import AGem
+from onepass.learners.base import Reference
+from onepass.learners.icarl import ICarl, Options
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+
+
+class UnionAGem(AGem):
+    """A-GEM with one softmax over the classes of all past tasks in the reference loss: the authors' code until 2018-12-09, the day after the
+    last of their published runs on CIFAR. In the paper, and since then, an example's own task alone competes."""
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.closed = torch.ones(fleet.slots.count, dtype=torch.bool, device=fleet.device)  # slots of tasks that are not past
+
+    def begin_task(self, task: int) -> None:
+        super().begin_task(task)
+        self.closed[[slot for row in self.fleet.slots.table[:task] for slot in row]] = False
+
+    def reference_gradient(self, reference: Batch) -> tuple[Tensor, Tensor]:
+        closed = self.closed.expand(*reference.slots.shape, -1)
+        return self.fleet.grad(replace(reference, extra={"closed": closed}), loss=among_open, update_buffers=self.moves, limit=LOST)
+
+
+def among_open(logits: Tensor, slots: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
+    """The cross-entropy over all slots that are not closed."""
+    return cross_entropy(logits[..., : extra["closed"].shape[-1]].masked_fill(extra["closed"], -torch.inf), slots)
+
+
+class GemICarl(ICarl):
+    """iCaRL as GEM's code has it, where the published number seems to come from: a batch descends the cross-entropy of its task; then, of each
+    past task, one random exemplar a class pulls the softmax of that task to what it was at the end of the last one,
+
+        ℓ = H(y, p(x)) + λ Σ_{past tasks} mean over one exemplar a class of H(q, p),
+
+    each in a pass, and by a batch-norm, of its own. Answers come from the nearest mean of outputs as they are, of all tasks; herding compares
+    those of the task alone. Unlike there, exemplar sets are trimmed, and outputs that are kept or herded are those of evaluation.
+    """
+
+    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+        super().__init__(fleet, columns, options, memory)
+        self.compared = slice(0, fleet.slots.count)  # outputs
+        self.taught = torch.zeros(0, device=fleet.device)  # what the softmax of its task was for each exemplar, [R, classes seen, places, C]
+
+    def direction(self, batch: Batch) -> Tensor:
+        self._means = None
+        g, _ = self.fleet.grad(batch)
+        for task in range(self.seen):
+            g_past, _ = self.fleet.grad(self.one_a_class(task), loss=self.distillation, limit=LOST)
+            g = torch.addcmul(g, self.columns["distillation"], g_past)
+        return g
+
+    def one_a_class(self, task: int) -> Batch:
+        """A random exemplar of each class of a past task, and what the network said of it."""
+        rows = torch.arange(self.fleet.runs, device=self.fleet.device)[:, None]
+        classes = len(self.fleet.slots.table[task])
+        mine = slice(task * classes, (task + 1) * classes)
+        place = (self._luck.uniform(self.fleet.step, len(self._slots)) * self.held).long()[:, mine]
+        owner = torch.arange(mine.start, mine.stop, device=place.device).expand_as(place)
+        return Batch(self.x[rows, owner, place], self._slots[owner], extra={"wanted": self.taught[rows, owner, place]})
+
+    def distillation(self, logits: Tensor, slots: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
+        return cross_entropy(self.fleet.competition.outputs(logits, slots), extra["wanted"])
+
+    def review(self, batches: Iterable[Batch]) -> None:
+        own, everything = self.fleet.slots.table[self.seen], self.compared
+        self.compared = slice(min(own), max(own) + 1)
+        super().review(batches)
+        self.compared = everything
+
+    def end_task(self) -> None:
+        super().end_task()
+        slots = self._slots.repeat_interleave(self.x.shape[2]).expand(self.fleet.runs, -1)
+        outputs = self.fleet.competition.outputs(self.fleet.forward(Batch(self.x.flatten(1, 2), slots)).logits, slots)
+        self.taught = outputs.softmax(-1).view(*self.x.shape[:3], -1)
+
+    def _features(self, batch: Batch) -> Tensor:
+        return self.fleet.forward(batch).logits[..., self.compared]
+
+    def means(self) -> Tensor:
+        places = self.x.flatten(1, 2)
+        outputs = self._features(Batch(places, torch.zeros(places.shape[:2], dtype=torch.int64, device=places.device))).view(*self.x.shape[:3], -1)
+        filled = torch.arange(self.x.shape[2], device=places.device) < self.held[..., None]
+        return (outputs * filled[..., None]).sum(2) / self.held[..., None]
+
+
+VARIANTS: dict[str, dict[str, Method]] = {
+    "a-gem": {"union": replace(METHODS["a-gem"], learner=UnionAGem)},
+    "icarl": {"gem": replace(METHODS["icarl"], learner=GemICarl)},
+}

@@ -1,0 +1,113 @@
+"""The variants of methods that explain published numbers are what they say they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from variants import GemICarl, UnionAGem
+
+from onepass.engine.fleet import Fleet
+from onepass.learners.agem import project
+from onepass.learners.base import Reference
+from onepass.learners.icarl import Options
+from onepass.memory import EpisodicMemory
+from onepass.streams.batch import Batch
+from onepass.streams.feed import Feed
+from toys import ToyStream, small_net
+
+SEEDS = (1, 2)
+
+
+def fleet_and_feed() -> tuple[Fleet, Feed]:
+    stream = ToyStream(examples=40)
+    feed = Feed(stream, "ev", SEEDS, 10)
+    return Fleet(small_net, SEEDS, feed.slots, [0.1, 0.1], prepare=stream.pool.prepare), feed
+
+
+def outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
+    """Of a `small_net`, by hand; `x [B, D]` as stored."""
+    w, b, head, bias = parameters
+    return torch.tanh(x.double() / 255 @ w.T + b) @ head.T + bias
+
+
+def parameters(fleet: Fleet, run: int) -> list[Tensor]:
+    return [p[run].detach().double().requires_grad_() for p in fleet.architecture.views(fleet.theta)]
+
+
+def gradient(loss: Tensor, at: list[Tensor]) -> Tensor:
+    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, at)])
+
+
+def own_task(logits: Tensor, slots: Tensor) -> Tensor:
+    """The outputs of the two classes of each example's task."""
+    first = slots // 2 * 2
+    return torch.stack([logits.gather(1, (first + place)[:, None])[:, 0] for place in (0, 1)], 1)
+
+
+def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_loss() -> None:
+    fleet, feed = fleet_and_feed()
+    learner = UnionAGem(fleet, {}, Reference(100), EpisodicMemory(fleet, 4, 10))
+    conflicts = 0
+    for task in range(4):
+        learner.begin_task(task)
+        for batch in feed.batches(task):
+            reference = learner.episodic.draw(100)
+            points = [parameters(fleet, r) for r in range(2)]
+            before = learner.violations.clone()
+            found = learner.direction(batch).clone()
+            for r, at in enumerate(points):
+                surprise = torch.nn.functional.cross_entropy(own_task(outputs(at, batch.x[r]), batch.slots[r]), batch.slots[r] % 2)
+                g = gradient(surprise, at)
+                if reference is not None:
+                    past = outputs(at, reference.x[r])[:, : 2 * task]
+                    g_ref = gradient(torch.nn.functional.cross_entropy(past, reference.slots[r]), at)
+                    g, violated = (t[0] for t in project(g[None], g_ref[None]))
+                    assert violated == learner.violations[r] - before[r]
+                    conflicts += int(violated)
+                assert torch.allclose(found[r].double(), g, atol=1e-5)
+            fleet.theta -= 0.5 * found
+        learner.end_task()
+    assert conflicts > 4
+
+
+def icarl_after(tasks: int) -> tuple[Fleet, Feed, GemICarl]:
+    fleet, feed = fleet_and_feed()
+    learner = GemICarl(fleet, {"distillation": torch.tensor([[0.5], [2.0]])}, Options(exemplars=32), None)
+    for task in range(tasks):
+        for batch in feed.batches(task):
+            fleet.learn(learner, batch)
+        learner.review(feed.batches(task))
+        learner.end_task()
+    return fleet, feed, learner
+
+
+def test_icarl_of_gem_distils_one_exemplar_of_each_past_class_in_the_softmax_of_its_task() -> None:
+    fleet, feed, learner = icarl_after(2)
+    was = [[p.detach() for p in parameters(fleet, r)] for r in range(2)]  # at the end of the last task
+    first, second = list(feed.batches(2))[:2]
+    fleet.learn(learner, first)
+    drawn = [learner.one_a_class(task) for task in range(2)]
+    assert [batch.slots.tolist() for batch in drawn] == [[[0, 1]] * 2, [[2, 3]] * 2]
+    found = learner.direction(second)
+    for r, strength in enumerate((0.5, 2.0)):
+        at = parameters(fleet, r)
+        loss = torch.nn.functional.cross_entropy(own_task(outputs(at, second.x[r]), second.slots[r]), second.slots[r] % 2)
+        for past in drawn:
+            now, then = (own_task(outputs(p, past.x[r]), past.slots[r]) for p in (at, was[r]))
+            loss = loss - strength * (then.softmax(1) * now.log_softmax(1)).sum(1).mean()
+        assert torch.allclose(found[r].double(), gradient(loss, at), atol=1e-5)
+
+
+def test_icarl_of_gem_answers_by_the_nearest_mean_of_outputs_and_herds_those_of_the_task() -> None:
+    fleet, feed, learner = icarl_after(2)
+    for r in range(2):
+        at = [p.detach() for p in parameters(fleet, r)]
+        means = torch.stack([outputs(at, learner.x[r, c, : learner.held[r, c]]).mean(0) for c in range(4)])
+        test = feed.test(0)
+        far = torch.cdist(outputs(at, test.x[r]), means)
+        assert torch.allclose(learner.scores(Batch(test.x, test.slots))[r, :, :4].double(), -far, atol=1e-4)
+        shown = [(b.x[r], b.slots[r]) for b in feed.batches(1)]
+        x, slots = (torch.cat(parts) for parts in zip(*shown, strict=True))
+        pool = outputs(at, x[slots == 3])[:, 2:4]  # of its own task, which was learnt last
+        nearest = (pool - pool.mean(0)).norm(dim=1).argmin()
+        assert torch.equal(learner.x[r, 3, 0], x[slots == 3][nearest])
