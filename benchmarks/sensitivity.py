@@ -75,7 +75,8 @@ def main() -> None:
     heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
     command = ["python benchmarks/sensitivity.py", arguments.method, *written, f"--recipe {arguments.recipe} --seeds {arguments.seeds}"]
     command += [f"--set {setting}" for setting in arguments.set] + ([f"--variant {arguments.variant}"] if arguments.variant else [])
-    lines = [f"`{' '.join(command)}`", ""]
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    lines = [f"`{' '.join(command)}`, {where}, torch {torch.__version__}", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     singles = []
     for number, point in enumerate(chosen):

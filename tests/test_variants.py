@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 import torch
 from torch import Tensor
-from variants import GemICarl, UnionAGem
+from variants import VARIANTS, GemICarl, UnionAGem
 
+from onepass.engine import replays
 from onepass.engine.fleet import Fleet
+from onepass.learners import Method
 from onepass.learners.agem import project
 from onepass.learners.base import Reference
 from onepass.learners.icarl import Options
 from onepass.memory import EpisodicMemory
+from onepass.protocol import train
 from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed
+from replaying import SETUP, Ends, digits, runs, same, same_bits
+from simulated import Simulated
 from toys import ToyStream, small_net
 
 SEEDS = (1, 2)
@@ -111,3 +119,18 @@ def test_icarl_of_gem_answers_by_the_nearest_mean_of_outputs_and_herds_those_of_
         pool = outputs(at, x[slots == 3])[:, 2:4]  # of its own task, which was learnt last
         nearest = (pool - pool.mean(0)).norm(dim=1).argmin()
         assert torch.equal(learner.x[r, 3, 0], x[slots == 3][nearest])
+
+
+@pytest.mark.parametrize("found", [found for variants in VARIANTS.values() for found in variants.values()])
+def test_replayed_steps_end_where_eager_ones_do(found: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(replays, "STRETCH", 5)
+    data = digits("split-digits", 61)
+    eager, captured = Ends(), Ends()
+    records = train(data, "cv", found, runs(found), SETUP, keeper=eager)
+    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr(Simulated, "replayed", 0)
+    with caplog.at_level(logging.WARNING):
+        same(records, train(data, "cv", found, runs(found), SETUP, keeper=captured))
+    assert not caplog.records
+    assert Simulated.replayed > 5
+    same_bits(eager, captured)
