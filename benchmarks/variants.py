@@ -23,8 +23,8 @@ from onepass.streams.batch import Batch
 
 
 class UnionAGem(AGem):
-    """A-GEM with one softmax over the classes of all past tasks in the reference loss: the authors' code until 2018-12-09, the day after the
-    last of their published runs on CIFAR. In the paper, and since then, an example's own task alone competes."""
+    """A-GEM with one softmax over the classes of all past tasks in the reference loss: the authors' code until 2018-12-09, two days after
+    the published runs on CIFAR. In the paper, and since then, an example's own task alone competes."""
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
         super().__init__(fleet, columns, options, memory)
