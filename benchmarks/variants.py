@@ -50,8 +50,9 @@ class GemICarl(ICarl):
 
         ℓ = H(y, p(x)) + λ Σ_{past tasks} mean over one exemplar a class of H(q, p),
 
-    each in a pass, and by a batch-norm, of its own. Answers come from the nearest mean of outputs as they are, of all tasks; herding compares
-    those of the task alone. Unlike there, exemplar sets are trimmed, and outputs that are kept or herded are those of evaluation.
+    each in a pass, and by a batch-norm, of its own. `q` is kept in passes as in training too, one over the exemplars of each class alone, which move
+    running statistics. Answers come from the nearest mean of outputs as they are, of all tasks; herding compares those of the task alone. Unlike
+    there, exemplar sets are trimmed, and outputs that are herded are those of evaluation.
     """
 
     def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
@@ -85,11 +86,18 @@ class GemICarl(ICarl):
         super().review(batches)
         self.compared = everything
 
+    @torch.no_grad()
     def end_task(self) -> None:
         super().end_task()
-        slots = self._slots.repeat_interleave(self.x.shape[2]).expand(self.fleet.runs, -1)
-        outputs = self.fleet.competition.outputs(self.fleet.forward(Batch(self.x.flatten(1, 2), slots)).logits, slots)
-        self.taught = outputs.softmax(-1).view(*self.x.shape[:3], -1)
+        architecture, slots = self.fleet.architecture, self._slots[:, None].expand(-1, self.x.shape[2])
+        said = self.fleet.theta.new_zeros(*self.x.shape[:3], len(self.fleet.slots.table[0]))
+        architecture.module.train()  # so batch-norm sees a class alone, and remembers it
+        for r, parameters in enumerate(zip(*architecture.views(self.fleet.theta), strict=True)):
+            mine = {name: buffer[r] for name, buffer in self.fleet.buffers.items()}
+            for c, held in enumerate(self.held[r].tolist()):
+                logits, _ = architecture.call(list(parameters), mine, self.x[r, c, :held], None)
+                said[r, c, :held] = self.fleet.competition.outputs(logits, slots[c, :held])
+        self.taught = said.softmax(-1)
 
     def _features(self, batch: Batch) -> Tensor:
         return self.fleet.forward(batch).logits[..., self.compared]

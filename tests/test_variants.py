@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from variants import VARIANTS, GemICarl, UnionAGem
 
 from onepass.engine import replays
@@ -21,15 +22,15 @@ from onepass.streams.batch import Batch
 from onepass.streams.feed import Feed
 from replaying import SETUP, Ends, digits, runs, same, same_bits
 from simulated import Simulated
-from toys import ToyStream, small_net
+from toys import Normed, ToyStream, small_net
 
 SEEDS = (1, 2)
 
 
-def fleet_and_feed() -> tuple[Fleet, Feed]:
+def fleet_and_feed(build: Callable[[], nn.Module] = small_net) -> tuple[Fleet, Feed]:
     stream = ToyStream(examples=40)
     feed = Feed(stream, "ev", SEEDS, 10)
-    return Fleet(small_net, SEEDS, feed.slots, [0.1, 0.1], prepare=stream.pool.prepare), feed
+    return Fleet(build, SEEDS, feed.slots, [0.1, 0.1], prepare=stream.pool.prepare), feed
 
 
 def outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
@@ -78,8 +79,8 @@ def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_lo
     assert conflicts > 4
 
 
-def icarl_after(tasks: int) -> tuple[Fleet, Feed, GemICarl]:
-    fleet, feed = fleet_and_feed()
+def icarl_after(tasks: int, build: Callable[[], nn.Module] = small_net) -> tuple[Fleet, Feed, GemICarl]:
+    fleet, feed = fleet_and_feed(build)
     learner = GemICarl(fleet, {"distillation": torch.tensor([[0.5], [2.0]])}, Options(exemplars=32), None)
     for task in range(tasks):
         for batch in feed.batches(task):
@@ -104,6 +105,25 @@ def test_icarl_of_gem_distils_one_exemplar_of_each_past_class_in_the_softmax_of_
             now, then = (own_task(outputs(p, past.x[r]), past.slots[r]) for p in (at, was[r]))
             loss = loss - strength * (then.softmax(1) * now.log_softmax(1)).sum(1).mean()
         assert torch.allclose(found[r].double(), gradient(loss, at), atol=1e-5)
+
+
+def test_icarl_of_gem_keeps_what_is_said_in_training_of_a_class_alone() -> None:
+    fleet, _, learner = icarl_after(2, Normed)
+    before = {name: buffer.clone() for name, buffer in fleet.buffers.items()}
+    learner.seen -= 1
+    learner.end_task()  # once more, and nothing else
+    for r in range(2):
+        module = Normed().train()
+        module.load_state_dict(
+            {name: p[r] for name, p in zip(fleet.architecture.names, fleet.architecture.views(fleet.theta), strict=True)}, strict=False
+        )
+        module.load_state_dict({name: buffer[r] for name, buffer in before.items()}, strict=False)
+        for c in range(4):
+            held = int(learner.held[r, c])
+            said = module(learner.x[r, c, :held] / 255)[:, c // 2 * 2 :][:, :2]
+            assert torch.allclose(learner.taught[r, c, :held], said.softmax(1), atol=1e-5)
+        assert torch.allclose(fleet.buffers["norm.running_mean"][r], module.norm.running_mean, atol=1e-6)  # type: ignore[arg-type]
+        assert not torch.allclose(fleet.buffers["norm.running_mean"][r], before["norm.running_mean"][r], atol=1e-4)
 
 
 def test_icarl_of_gem_answers_by_the_nearest_mean_of_outputs_and_herds_those_of_the_task() -> None:
