@@ -10,7 +10,7 @@ set -u
 folder=$1
 shift
 here=$(dirname "$0")
-mkdir -p "$folder"
+mkdir -p "$folder" || exit 2 # it says why
 failed=()
 
 try() { # NAME ARGUMENTS…
@@ -40,4 +40,4 @@ try mas mas learning_rate=0.03,0.01 strength=0.1,1 --seeds 10 "${extra[@]}"
 try rwalk rwalk learning_rate=0.03 strength=1,10 --seeds 10 "${extra[@]}"
 try multi-task multi-task learning_rate=0.03 --seeds 5 --set stream_options.train_examples=2000 "${extra[@]}"
 
-[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}; see $folder/NAME.log"; exit 1; }
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}; see $folder/NAME.log" >&2; exit 1; }
