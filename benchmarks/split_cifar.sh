@@ -18,7 +18,8 @@ try() { # NAME ARGUMENTS…
     shift
     [ -s "$folder/$name.md" ] && return
     echo "$name"
-    python "$here/sensitivity.py" "$@" --recipe split-cifar --markdown "$folder/$name.md" >"$folder/$name.log" 2>&1 || failed+=("$name")
+    set -- "$@" --recipe split-cifar --beside "$here/../results/split-cifar" --markdown "$folder/$name.md"
+    python "$here/sensitivity.py" "$@" >"$folder/$name.log" 2>&1 || failed+=("$name")
 }
 
 extra=("$@")
@@ -30,9 +31,10 @@ try a-gem-torch-norm a-gem learning_rate=0.03 --seeds 5 --set batch_norm=torch "
 try a-gem-256-exact a-gem learning_rate=0.03 --seeds 5 --set options.a-gem.reference_batch=256 --set tf32=false "${extra[@]}"
 try a-gem-256-still a-gem learning_rate=0.03 --seeds 5 --set options.a-gem.reference_batch=256 --set options.a-gem.reference_moves_buffers=false "${extra[@]}"
 # What else differs from the paper?
+try gem-paper gem learning_rate=0.03,0.1 margin=0 --seeds 5 "${extra[@]}"
 try gem-own gem learning_rate=0.1 margin=0.5 --seeds 5 --set initialisation=torch --set batch_norm=torch --set memory=ring "${extra[@]}"
 try s-gem s-gem learning_rate=0.03 --seeds 20 "${extra[@]}"
-try icarl-gem icarl learning_rate=1,0.3,0.1,0.03 --seeds 5 --variant gem --set initialisation=torch --set batch_norm=torch "${extra[@]}"
+try icarl-gem icarl learning_rate=1 --seeds 5 --variant gem --set initialisation=torch --set batch_norm=torch "${extra[@]}"
 # With the paper's choices and with those made here
 try ewc ewc learning_rate=0.03,0.01 strength=1,10 --seeds 10 "${extra[@]}"
 try pi pi learning_rate=0.03,0.01 strength=0.001,0.1 --seeds 10 "${extra[@]}"

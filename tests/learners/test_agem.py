@@ -198,6 +198,19 @@ def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(moves: 
     assert torch.equal(learner.fleet.buffers["norm.num_batches_tracked"] - before, torch.full((3,), 2 if moves else 1))
 
 
+def test_whether_the_reference_pass_moves_statistics_changes_no_weight_but_what_evaluation_sees() -> None:
+    (moving, batch), (still, _) = (learner_after_a_task(build=Normed) for _ in range(2))
+    still.moves = False
+    for seed in range(8):
+        more = batch_of(size=8, seed=seed)
+        for learner in (moving, still):
+            learner.fleet.learn(learner, Batch(more.x, more.slots % 2 + 2))
+    assert torch.equal(moving.fleet.theta, still.fleet.theta)
+    assert moving.violations.sum() > 0
+    assert torch.equal(moving.violations, still.violations)
+    assert not torch.allclose(moving.scores(batch), still.scores(batch), atol=1e-3)
+
+
 def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it() -> None:
     learner, batch = learner_after_a_task()
     learner.fleet.theta[:, -48:].mul_(1e6)  # the head alone: a saturated body would have no gradient to conflict
