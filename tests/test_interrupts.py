@@ -138,3 +138,27 @@ def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Calla
     assert command.printed == "interrupted; nothing is kept\n"
     assert not (tmp_path / "table.json").exists()
     command.wait_until(lambda: not command.processes())
+
+
+BETWEEN = """
+import sys, time
+from onepass.__main__ import main
+from onepass.studies import study
+
+def wait(futures, **_):
+    time.sleep(1)
+    for future in futures:
+        future._condition.acquire()  # as concurrent.futures.wait does
+    raise KeyboardInterrupt
+
+study.wait = wait
+sys.argv = ["onepass", *"run quickstart --methods ewc --set batch_size=1 --workers".split(), sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_that_comes_while_a_future_is_locked_ends_the_command(workers: int) -> None:
+    told = subprocess.run([sys.executable, "-c", BETWEEN, str(workers)], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 130
+    assert told.stderr.endswith("interrupted; without --out nothing is kept\n")

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -58,6 +58,18 @@ def executor(workers: int, threads: int, scheduler: str | None = None) -> Iterat
     made.stop(at_once=False)
 
 
+def _let_go(futures: Iterable[Future[Trained]]) -> None:
+    """Give back the locks of futures that this thread still holds.
+
+    An interrupt may come right after the thread that watches has taken one, before Python knows that it is to be given back. Then whoever works
+    for the future could never finish it, and we would wait for ever.
+    """
+    for future in futures:
+        with suppress(RuntimeError):  # it is not ours (any more)
+            while True:
+                future._condition.release()
+
+
 class _InProcess:
     """Trains in this process, beside the thread that watches."""
 
@@ -67,9 +79,11 @@ class _InProcess:
         torch.set_num_threads(threads)
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(1)
+        self._last: list[Future[Trained]] = []
 
     def submit(self, job: Job) -> Future[Trained]:
-        return self._pool.submit(work, job, self._count)
+        self._last = [self._pool.submit(work, job, self._count)]
+        return self._last[0]
 
     def steps(self) -> int:
         return self._steps
@@ -81,6 +95,7 @@ class _InProcess:
 
     def stop(self, *, at_once: bool) -> None:
         self._stopped = at_once
+        _let_go(self._last)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -138,6 +153,7 @@ class _Processes:
     def stop(self, *, at_once: bool) -> None:
         with self._changing:
             self._stopped = True
+        _let_go(self._leading)
         self._leaders.shutdown(wait=not at_once, cancel_futures=True)
         while not all(future.done() for future in self._leading):  # a leader may be about to start a process
             self._terminate()
