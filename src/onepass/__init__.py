@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onepass.errors import InputError as InputError
+    from onepass.errors import LearntError as LearntError
     from onepass.live.classifier import OnePassClassifier as OnePassClassifier
     from onepass.live.memory import Memory as Memory
     from onepass.live.watching import LiveView as LiveView
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "InputError": "onepass.errors",
+    "LearntError": "onepass.errors",
     "LiveView": "onepass.live.watching",
     "Memory": "onepass.live.memory",
     "OnePass": "onepass.live.wrapper",

@@ -193,7 +193,7 @@ def one_of_bits(seed: int, purpose: Purpose, step: int, index: int) -> int:
 
 
 @contextmanager
-def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
+def torch_seeded(seed: int, device: torch.device) -> Iterator[list[torch.Generator]]:
     """Torch's own generators start from `seed` inside, and are as before outside: for layers that draw from them."""
     # Not by torch.manual_seed and fork_rng: they look after every kind of device there is, at many times the cost of a small step.
     generators = [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else [])]
@@ -201,7 +201,7 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
     for generator in generators:
         generator.manual_seed(seed)
     try:
-        yield
+        yield generators
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)

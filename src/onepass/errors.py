@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
 class InputError(ValueError):
     """Something the user gave is wrong; the message says what, and what to do. The command line exits with code 2."""
+
+
+class LearntError(RuntimeError):
+    """A batch was learnt, or a task has ended, and only then something failed: `watch`, or `autosave`.
+
+    It is no `InputError`, which promises that nothing was changed: the same batch must not be given
+    again. `__cause__` is the error itself.
+    """
+
+
+@contextmanager
+def already(done: str) -> Iterator[None]:
+    """An error inside comes after `done`, and its message says so."""
+    try:
+        yield
+    except Exception as reason:
+        raise LearntError(f"{done}, and then something failed ({first_line(reason)}): mend that, and go on with what comes next") from reason
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from onepass import InputError, LiveView, Memory, OnePass, TensorBoard
+from onepass import InputError, LearntError, LiveView, Memory, OnePass, TensorBoard
 from onepass.learners import METHODS
 from toys import FEATURES, Dropped, Normed, small_net
 
@@ -279,15 +279,17 @@ def test_a_refused_batch_does_not_change_the_report() -> None:
     assert learner.report() == before
 
 
-def test_an_error_of_somebody_who_watches_is_theirs_and_the_batch_was_learnt() -> None:
+def test_an_error_of_a_watch_says_that_the_batch_was_learnt() -> None:
     def careless(_: Report) -> None:
         raise LookupError("of my own")
 
     learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=careless, watch_every=2)
     x, y = stream()[0]
     learner.observe(x, y)
-    with pytest.raises(LookupError, match="of my own"):
+    with pytest.raises(LearntError, match=r"^the batch was learnt, and then something failed \(of my own\): ") as caught:
         learner.observe(x, y)
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert not isinstance(caught.value, InputError)
     learner.observe(x, y)
     assert (learner.steps, learner.batches) == (3, 3)
     assert learner.memory is not None

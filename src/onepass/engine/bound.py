@@ -22,6 +22,7 @@ from onepass.engine.gradients import Gradients, Loss, Point
 from onepass.engine.modules import Buffers, apart, check, check_scalar, copied, evaluating, square
 from onepass.engine.purity import pure
 from onepass.errors import InputError
+from onepass.interrupts import Opened
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
@@ -95,6 +96,7 @@ class Bound(Fleet):
             for name, p in part._parameters.items()
         ]
         self.gradients = Gradients(self.architecture, "looped", 1)
+        self._draws = True  # does it draw random numbers in evaluation? Not known yet
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -130,7 +132,7 @@ class Bound(Fleet):
     def call(self, batch: Batch) -> Any:
         """What the module makes of the inputs of a batch."""
         inputs = [batch.x[0], *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT))]
-        with self._casting():
+        with self._casting(), Opened():
             if self.keywords:
                 return self.architecture.module(**dict(zip(self.keywords, inputs, strict=True)))
             return self.architecture.module(*inputs)
@@ -242,14 +244,12 @@ class Bound(Fleet):
 
     def answer(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
-        module = self.architecture.module
-        with torch.no_grad(), evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
+        with self._evaluating():
             return self.call(copied(batch))
 
     def loss_on(self, batch: Batch) -> float:
         """The loss of a batch in evaluation; changes nothing."""
-        module = self.architecture.module
-        with torch.no_grad(), evaluating(module), self._undone(), torch_seeded(self.seed, self.device):
+        with self._evaluating():
             return float(self.value(copied(batch), self.loss))
 
     def compete(self, slots: Slots) -> None:
@@ -257,11 +257,25 @@ class Bound(Fleet):
         self.slots, self.competition = slots, slots.on(self.device)
 
     def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
-        module = self.architecture.module
-        luck = torch_seeded(self.seed, self.device)
-        with torch.no_grad(), self._at(theta, buffers), evaluating(module), self._undone(), luck, self.architecture.listening() as features:
+        with self._at(theta, buffers), self._evaluating(), self.architecture.listening() as features:
             logits = self.call(copied(batch))
         return Output(logits[None].to(self.theta.dtype), (features[-1] if features else logits)[None].to(self.theta.dtype))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The module in evaluation, without a trace. Random layers, if any draw here, start from the seed.
+
+        Torch's generator belongs to the whole process: other threads draw from it, the data of the
+        stream say. It is left alone once the module was seen not to use it in evaluation.
+        """
+        with torch.no_grad(), evaluating(self.architecture.module), self._undone():
+            if not self._draws:
+                yield
+                return
+            with torch_seeded(self.seed, self.device) as generators:
+                before = [generator.get_state() for generator in generators]
+                yield
+                self._draws = any(not torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True))
 
     @contextmanager
     def _at(self, theta: Tensor | None, buffers: Mapping[str, Tensor] | None) -> Iterator[None]:

@@ -199,7 +199,7 @@ class Gradients:
 
     def _by_autograd(self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""
-        luck: AbstractContextManager[None] = nullcontext()
+        luck: AbstractContextManager[object] = nullcontext()
         if self._random is not False:
             luck = torch_seeded(one_of_bits(int(at.seeds[r]), Purpose.LAYERS, int(at.step[r]), self._passes - 1), at.theta.device)
         with luck:

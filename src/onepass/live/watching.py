@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.errors import InputError
+from onepass.interrupts import Opened
 from onepass.streams.batch import Batch
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ class Watch:
         if due == 0:
             report = self.report()
             self._clear()
-            for callback in self._callbacks:
-                callback(report)
+            with Opened():
+                for callback in self._callbacks:
+                    callback(report)
 
     def ended(self) -> None:
         """A task has ended: from now on it can be forgotten."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
-from onepass.errors import InputError, unknown
+from onepass.errors import InputError, already, unknown
+from onepass.interrupts import Opened
 from onepass.learners.base import Learner
 from onepass.live.boundaries import check_name, which
+from onepass.live.exclusive import Exclusive
 from onepass.live.growth import check_growth, check_head, grow
 from onepass.live.inputs import Examples, X, check_labels, count_outputs, kind_of, read_inputs, read_labels, read_target
 from onepass.live.memory import LiveMemory, Memory
@@ -61,7 +63,8 @@ class OnePass:
 
     A-GEM (Chaudhry, Ranzato, Rohrbach, Elhoseiny, ICLR 2019) steps along `g̃ = g − (gᵀ g_ref / g_refᵀ g_ref) g_ref` where `gᵀ g_ref < 0`, else
     along the gradient `g` itself, with `g_ref` the gradient on a random batch of the episodic memory. The module is trained in place: its
-    `state_dict` stays its own. Bad input raises an `InputError`, a `ValueError` of one sentence, and changes nothing.
+    `state_dict` stays its own. Bad input raises an `InputError`, a `ValueError` of one sentence, and changes nothing. Any thread may ask while
+    another one learns: a call sees the learner before a batch or after it, and what is learnt does not depend on being asked.
 
     - `method`, and its hyper-parameters and options by name (`reference_batch=256`, `strength=10`; what is not given has its default, a
       hyper-parameter the middle of the values that studies try);
@@ -119,13 +122,15 @@ class OnePass:
             raise InputError("only classes can grow the head: leave grow out with a loss of your own")
         self._watch = Watch(self, watch, watch_every)
         self._autosave, self._autosave_every = read_path(autosave), autosave_every
-        originals = [(p, p.data) for p in module.parameters()]
-        try:
-            self._assemble(learner_type, loss, optimizer)
-        except BaseException:
-            for parameter, data in originals:  # somebody else may have wrapped it already
-                parameter.data = data
-            raise
+        self._alone = Exclusive()
+        with self._alone:
+            originals = [(p, p.data) for p in module.parameters()]
+            try:
+                self._assemble(learner_type, loss, optimizer)
+            except BaseException:
+                for parameter, data in originals:  # another learner may have wrapped it already
+                    parameter.data = data
+                raise
 
     def _assemble(self, learner_type: type[Learner], loss: str | OwnLoss, optimizer: Optimizer | None) -> None:
         self.fleet = Bound(
@@ -156,31 +161,39 @@ class OnePass:
     # ---- learning
 
     def observe(self, x: X, y: object, task: Name | None = None) -> float:
-        """Learn from one batch, once; returns its loss before the step. A new `task` ends the one before."""
-        began = time.perf_counter()
-        self.fleet.intact()
-        batch, labels, kind = self._read(x, y)
-        name, crossing = which(self, task)
-        self._check_labels(labels, name)
-        growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
-        if crossing or growing or self.batches == 0:
-            with or_as_before(self):
-                self._begin(batch, labels, name, crossing)
+        """Learn from one batch, once; returns its loss before the step. A new `task` ends the one before.
+
+        An `InputError`, or an interrupt in the module, leaves everything as it was before the batch. Any other interrupt waits until the batch
+        is learnt. A `LearntError` says that it was learnt and that `watch` or `autosave` failed after it.
+        """
+        with self._alone:
+            began = time.perf_counter()
+            self.fleet.intact()
+            batch, labels, kind = self._read(x, y)
+            name, crossing = which(self, task)
+            self._check_labels(labels, name)
+            growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
+            if crossing or growing or self.batches == 0:
+                with or_as_before(self):
+                    self._begin(batch, labels, name, crossing)
+                    self._learn(batch, labels)
+            else:
                 self._learn(batch, labels)
-        else:
-            self._learn(batch, labels)
-        if self.examples is None:
-            self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
-        self.batches += 1
-        if self.memory is not None and not self.task_free and self.segment == 0 and self.batches == PATIENCE:
-            log.warning(
-                "no task has ended in %d batches, so nothing of the past is protected: call end_task(), or wrap with task_free=True", PATIENCE
-            )
-        loss = self.fleet.loss_before
-        self._watch.after(len(labels), loss, time.perf_counter() - began)
-        if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
-            self.save(self._autosave)
-        return loss
+            if self.examples is None:
+                self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
+            self.batches += 1
+            if self.memory is not None and not self.task_free and self.segment == 0 and self.batches == PATIENCE:
+                log.warning(
+                    "no task has ended in %d batches, so nothing of the past is protected: call end_task(), or wrap with task_free=True", PATIENCE
+                )
+            loss = self.fleet.loss_before
+            with already("the batch was learnt"):
+                try:
+                    self._watch.after(len(labels), loss, time.perf_counter() - began)
+                finally:
+                    if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
+                        self.save(self._autosave)
+            return loss
 
     def _begin(self, batch: Batch, labels: list[int], task: Name | None, crossing: bool) -> None:
         """What comes before a batch of a new task, or with new classes, or before the very first one."""
@@ -231,15 +244,21 @@ class OnePass:
                 self.memory.discard()
 
     def end_task(self, again: Iterable[tuple[X, object]] | None = None) -> None:
-        """The current task is over. Methods that look at its data a second time are given its batches (x, y) `again`."""
-        if self.task_free:
-            raise InputError("this stream was declared task-free: there is no task to end")
-        if self.batches == 0:
-            raise InputError("no batch was observed since the last task ended: observe some before end_task()")
-        self.fleet.intact()
-        self._end(again)
-        if self._autosave is not None:
-            self.save(self._autosave)
+        """The current task is over. Methods that look at its data a second time are given its batches (x, y) `again`.
+
+        After an error or an interrupt the task has not ended, unless it is a `LearntError`: then only `autosave` failed.
+        """
+        with self._alone:
+            if self.task_free:
+                raise InputError("this stream was declared task-free: there is no task to end")
+            if self.batches == 0:
+                raise InputError("no batch was observed since the last task ended: observe some before end_task()")
+            self.fleet.intact()
+            with or_as_before(self):
+                self._end(again)
+            if self._autosave is not None:
+                with already("the task has ended"):
+                    self.save(self._autosave)
 
     def _end(self, again: Iterable[tuple[X, object]] | None) -> None:
         if self.learner.needs_review:
@@ -253,7 +272,8 @@ class OnePass:
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
-        given = list(again) if isinstance(again, Iterable) else [again]
+        with Opened():
+            given = list(again) if isinstance(again, Iterable) else [again]
         for pair in given:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise InputError("the data to look at again must be batches (x, y): end_task(again=batches)")
@@ -262,7 +282,7 @@ class OnePass:
             batches.append(batch)
         if not batches:
             raise InputError(f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches")
-        with or_as_before(self), refusing("the module or the loss refused the data given again", "the task has not ended"):
+        with refusing("the module or the loss refused the data given again", "the task has not ended"):
             self.learner.review(batches)
 
     def _grow(self, outputs: int) -> None:
@@ -278,27 +298,29 @@ class OnePass:
 
     def predict(self, x: X, task: Name | None = None) -> Tensor:
         """The class of each example, among those of its task if one is given; for a loss of one's own, the module's outputs."""
-        scores = self.scores(x, task)
-        if not self.classifies:
-            return scores
-        allowed = self._tasks.get(task) if task is not None else None
-        chosen = torch.tensor(range(scores.shape[1]) if allowed is None else allowed, device=scores.device)
-        scores = scores[:, chosen]
-        if bool(scores.isnan().all(1).any()):
-            raise InputError(f"{self.method} has no answer before the task has ended: call end_task() first")
-        return chosen[scores.nan_to_num(nan=-torch.inf).argmax(-1)]
+        with self._alone:
+            scores = self.scores(x, task)
+            if not self.classifies:
+                return scores
+            allowed = self._tasks.get(task) if task is not None else None
+            chosen = torch.tensor(range(scores.shape[1]) if allowed is None else allowed, device=scores.device)
+            scores = scores[:, chosen]
+            if bool(scores.isnan().all(1).any()):
+                raise InputError(f"{self.method} has no answer before the task has ended: call end_task() first")
+            return chosen[scores.nan_to_num(nan=-torch.inf).argmax(-1)]
 
     def scores(self, x: X, task: Name | None = None) -> Tensor:
         """What the method answers with: an output a class, higher for likelier ones (or the module's outputs); changes nothing."""
-        self.fleet.intact()
-        if task is not None:
-            check_name(task, self._tasks)
-        tensors, keywords = read_inputs(x, self.examples)
-        self.fleet.keywords = keywords
-        slot = self._tasks[task][0] if task is not None and self._tasks else 0
-        batch = self._batch(tensors, torch.full((len(tensors[0]),), slot), None)
-        with refusing("the module refused the batch", "give it what it takes"):
-            return self.learner.scores(batch)[0] if self.classifies else cast(Tensor, self.fleet.answer(batch))
+        with self._alone:
+            self.fleet.intact()
+            if task is not None:
+                check_name(task, self._tasks)
+            tensors, keywords = read_inputs(x, self.examples)
+            self.fleet.keywords = keywords
+            slot = self._tasks[task][0] if task is not None and self._tasks else 0
+            batch = self._batch(tensors, torch.full((len(tensors[0]),), slot), None)
+            with refusing("the module refused the batch", "give it what it takes"):
+                return self.learner.scores(batch)[0] if self.classifies else cast(Tensor, self.fleet.answer(batch))
 
     # ---- looking
 
@@ -314,8 +336,9 @@ class OnePass:
     def learning_rate(self, rate: float) -> None:
         if self.fleet.optimizer is not None:
             raise InputError("the learning rate is the optimizer's: set it there")
-        self._rate = read_learning_rate(rate, None)
-        self.fleet.learning_rate.fill_(self._rate)
+        with self._alone:
+            self._rate = read_learning_rate(rate, None)
+            self.fleet.learning_rate.fill_(self._rate)
 
     @property
     def steps(self) -> int:
@@ -325,11 +348,13 @@ class OnePass:
     @property
     def violations(self) -> int | None:
         """Steps that had to be corrected, for methods that have a constraint."""
-        return None if self.learner.violations is None else int(self.learner.violations[0])
+        with self._alone:
+            return None if self.learner.violations is None else int(self.learner.violations[0])
 
     def report(self) -> dict[str, Any]:
         """How it is going: the dictionary that `watch` is told."""
-        return self._watch.report()
+        with self._alone:
+            return self._watch.report()
 
     # ---- keeping
 
@@ -337,7 +362,8 @@ class OnePass:
         """Everything that is needed to go on, as one safetensors file with a JSON header; written whole or not at all."""
         from onepass.live.saving import save
 
-        save(self, Path(path))
+        with self._alone:
+            save(self, Path(path))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InputError("a learner cannot be copied or pickled: save it, and load the file with a copy of the module")
@@ -354,10 +380,11 @@ class OnePass:
         """The current model in evaluation mode by `torch.export` (ONNX where the path ends in .onnx); learning may go on."""
         from onepass.live.exporting import export
 
-        self.fleet.intact()
-        if self.examples is None:
-            raise InputError("there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known")
-        export(self.module, self._sample, self.examples.keywords, Path(path))
+        with self._alone, Opened():
+            self.fleet.intact()
+            if self.examples is None:
+                raise InputError("there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known")
+            export(self.module, self._sample, self.examples.keywords, Path(path))
 
     # ---- reading
 
@@ -396,4 +423,8 @@ class OnePass:
 
 
 def _own(loss: OwnLoss) -> Loss:
-    return lambda outputs, _, extra: loss(outputs, extra[TARGET])
+    def asked(outputs: Any, _: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
+        with Opened():
+            return loss(outputs, extra[TARGET])
+
+    return asked

@@ -1,0 +1,86 @@
+"""One call at a time: threads that ask a learner while it learns see it before a batch or after it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+from onepass.errors import InputError
+from onepass.interrupts import Held, Opened
+
+
+class Exclusive:
+    """A context for one thread at a time, first come, first served; a thread may enter again.
+
+    The order matters: a plain lock is taken back at once by a loop that learns, and threads that
+    ask would starve. Interrupts wait until the outermost call is over (`onepass.interrupts`).
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._own = threading.Lock()  # for the few instructions that change what follows
+        self._owner: int | None = None  # the thread inside
+        self._depth = 0
+        self._queue: deque[tuple[threading.Lock, int]] = deque()  # threads that wait
+        self._held: list[Held] = []
+
+    def __enter__(self) -> None:
+        shield = Held()
+        shield.__enter__()
+        try:
+            self._enter(threading.get_ident())
+        except BaseException:
+            shield.__exit__()
+            raise
+        self._held.append(shield)
+
+    def __exit__(self, *_: object) -> None:
+        shield = self._held.pop()
+        self._depth -= 1
+        if self._depth == 0:
+            self._pass_on()
+        shield.__exit__()
+
+    def _enter(self, me: int) -> None:
+        if self._process != os.getpid():
+            self._after_fork(me)
+        if self._owner != me:
+            with self._own:
+                alone = self._owner is None
+                if alone:
+                    self._owner = me
+                else:
+                    turn = threading.Lock()
+                    turn.acquire()
+                    self._queue.append((turn, me))
+            if not alone:
+                self._wait(turn, me)
+        self._depth += 1
+
+    def _wait(self, turn: threading.Lock, me: int) -> None:
+        try:
+            with Opened():
+                turn.acquire()
+        except BaseException:
+            with self._own:
+                waiting = (turn, me) in self._queue
+                if waiting:
+                    self._queue.remove((turn, me))
+            if not waiting:  # the turn had come already
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        with self._own:
+            turn, self._owner = self._queue.popleft() if self._queue else (None, None)
+        if turn is not None:
+            turn.release()
+
+    def _after_fork(self, me: int) -> None:
+        """In a child there is only the thread that forked: others do not wait and will not end."""
+        if self._owner not in (None, me):
+            raise InputError(
+                "this process was forked while another thread used the learner: fork between two calls, or load a saved file in the child"
+            )
+        self._process, self._own, self._queue = os.getpid(), threading.Lock(), deque()
