@@ -32,6 +32,7 @@ Array = NDArray[Any]
 OWN = ("method", "learning_rate", "memory", "task_free")  # settings of OnePass that are parameters of their own here
 DECIDED = ("module", "optimizer", "loss", "tasks", "seed")  # and those that a classifier leaves no choice of
 AT_ONCE = 1024  # rows in one forward pass
+LEARNT = ("learner_", "classes_", "_outputs", "_view", "n_features_in_", "feature_names_in_")  # what `fit` makes
 
 
 class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -78,6 +79,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     n_features_in_: int
     learner_: OnePass
     _outputs: Array  # of the classes in their order
+    _view: tuple[OnePass, Array, Array]  # learner, classes and outputs that belong together: an answer reads them at once
 
     def __init__(
         self,
@@ -106,15 +108,16 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> OnePassClassifier:
         """Forget everything, and learn from each row once, in a shuffled order, as one task, which then ends."""
-        with self._or_as_before(always=True):
-            for name in ("learner_", "classes_", "_outputs"):
-                self.__dict__.pop(name, None)
-            X, y = self._read(X, y)
-            learner = self._admit(np.unique(y), y)
-            order = Source([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
-            self._learn(X, y, order)
-            if not learner.task_free:
-                self._end(X, y, order)
+        # Beside the one that answers: other threads may ask it until this one takes its place.
+        fresh = object.__new__(type(self))
+        fresh.__dict__ = {name: value for name, value in self.__dict__.items() if name not in LEARNT}
+        X, y = fresh._read(X, y)
+        learner = fresh._admit(np.unique(y), y)
+        order = Source([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
+        fresh._learn(X, y, order)
+        if not learner.task_free:
+            fresh._end(X, y, order)
+        self.__dict__ = fresh.__dict__
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, task_ends: bool = False) -> OnePassClassifier:
@@ -165,16 +168,15 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return torch.tensor(X, dtype=self.learner_.fleet.theta.dtype)
 
     @contextmanager
-    def _or_as_before(self, always: bool = False) -> Iterator[None]:
-        """After an error all is as it was before, if nothing has been learnt in between, or `always`."""
+    def _or_as_before(self) -> Iterator[None]:
+        """After an error all is as it was before, if nothing has been learnt in between."""
         before = dict(self.__dict__)
         steps = before["learner_"].steps if "learner_" in before else 0
         try:
             yield
         except BaseException:
-            if always or not hasattr(self, "learner_") or self.learner_.steps == steps:
-                self.__dict__.clear()
-                self.__dict__.update(before)
+            if not hasattr(self, "learner_") or self.learner_.steps == steps:
+                self.__dict__ = before
             raise
 
     # ---- classes and outputs
@@ -207,6 +209,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.classes_ = known[self._outputs]
         if not hasattr(self, "learner_"):
             self.learner_ = self._new_learner()
+        self._view = self.learner_, self.classes_, self._outputs
         return self.learner_
 
     def _new_learner(self) -> OnePass:
@@ -252,34 +255,39 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """The likeliest of the classes known so far, for every row."""
-        scores = self._scores(X)
-        found: Array = self.classes_[scores.argmax(1)]
+        scores, classes = self._scores(X)
+        found: Array = classes[scores.argmax(1)]
         return found
 
     def predict_proba(self, X: Any) -> Array:
         """The softmax of the scores: a column a class in the order of `classes_`, whose sum is one."""
-        found: Array = softmax(self._scores(X), axis=1)
+        found: Array = softmax(self._scores(X)[0], axis=1)
         return found
 
     def decision_function(self, X: Any) -> Array:
         """The network's outputs: a column a class in the order of `classes_`; of two classes, how much the second is ahead."""
-        scores = self._scores(X)
+        scores, _ = self._scores(X)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
-    def _scores(self, X: Any) -> Array:
-        check_is_fitted(self)
+    def _scores(self, X: Any) -> tuple[Array, Array]:
+        """A score for every row and class, and the classes, which may become more in another thread meanwhile."""
+        check_is_fitted(self, "learner_")
         X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
-        pieces = [self.learner_.scores(self._tensor(X[start : start + AT_ONCE])) for start in range(0, len(X), AT_ONCE)]
+        learner, classes, outputs = self._view
+        dtype = learner.fleet.theta.dtype
+        with learner._alone:  # all rows are answered by the same network
+            pieces = [learner.scores(torch.tensor(X[start : start + AT_ONCE], dtype=dtype)) for start in range(0, len(X), AT_ONCE)]
         scores = torch.cat(pieces).double().cpu().numpy()
         # A class that was named but never seen may have no output yet, and an output no class.
-        missing = max(0, len(self._outputs) - scores.shape[1])
-        found: Array = np.pad(scores, ((0, 0), (0, missing)), constant_values=-math.inf)[:, self._outputs]
-        return found
+        missing = max(0, len(outputs) - scores.shape[1])
+        found: Array = np.pad(scores, ((0, 0), (0, missing)), constant_values=-math.inf)[:, outputs]
+        return found, classes
 
     # ---- keeping
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
+        state.pop("_view", None)
         if "learner_" in state:
             learner: OnePass = state["learner_"]
             learner.fleet.intact()
@@ -293,4 +301,5 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             module, content = state["learner_"]
             again = {name: value for name, value in (state["settings"] or {}).items() if name in AGAIN}
             state["learner_"] = unpacked(content, "the copy of the classifier", module, again)
+            state["_view"] = state["learner_"], state["classes_"], state["_outputs"]
         super().__setstate__(state)

@@ -1,0 +1,294 @@
+"""Threads that ask while a learner learns: consistent answers, and learning as if nobody had asked."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from live_wrapper import CLASSES
+from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass.live.exclusive import Exclusive
+from onepass.live.saving import packed
+from toys import FEATURES, Normed, small_net
+
+
+class Noisy(nn.Module):
+    """Batch-norm and dropout: everything that differs between training and evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+@contextmanager
+def asking(ask: Callable[[], object], threads: int = 3) -> Iterator[list[int]]:
+    """Threads that ask again and again meanwhile; how many answers each of them had. Their errors are raised at the end."""
+    stop, counts, errors = threading.Event(), [0] * threads, list[BaseException]()
+
+    def work(number: int) -> None:
+        try:
+            while not stop.is_set():
+                ask()
+                counts[number] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join(60)
+    for error in errors:
+        raise error
+
+
+def learn(learner: OnePass, batches: int, tasks: int, least: Callable[[], bool] = lambda: True) -> None:
+    """A stream whose examples are drawn from torch's own generator, as in many people's loops."""
+    torch.manual_seed(1)
+    for _ in range(tasks):
+        for _ in range(batches):
+            learner.observe(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,)))
+        learner.end_task()
+    while not least():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["a-gem", "er", "pi", "gem"])
+@pytest.mark.parametrize("build", [Noisy, Normed, lambda: small_net(CLASSES)], ids=["dropout", "batch-norm", "plain"])
+def test_what_is_learnt_does_not_depend_on_being_asked(build: Callable[[], nn.Module], method: str) -> None:
+    asked, alone = build(), build()
+    alone.load_state_dict(asked.state_dict())
+    learners = [OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=20)) for module in (asked, alone)]
+    x = torch.randn(5, FEATURES)
+    first = torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+    for learner in learners:
+        learner.observe(*first)
+    with asking(lambda: (learners[0].predict(x), learners[0].scores(x))) as counts:
+        learn(learners[0], batches=15, tasks=2, least=lambda: min(counts) > 0)
+    learn(learners[1], batches=15, tasks=2)
+    assert packed(learners[0]) == packed(learners[1])
+
+
+def test_an_answer_is_that_of_some_moment_between_two_batches() -> None:
+    module = Noisy()
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    x = torch.randn(5, FEATURES)
+    torch.manual_seed(1)
+    data = [(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))) for _ in range(40)]
+    possible = []
+    learner = OnePass(module, learning_rate=0.5)
+    for pair in data:
+        learner.observe(*pair)
+        possible.append(learner.scores(x))
+    again = Noisy()
+    again.load_state_dict(start)
+    learner = OnePass(again, learning_rate=0.5)
+    learner.observe(*data[0])
+    answers: list[Tensor] = []
+    with asking(lambda: answers.append(learner.scores(x))) as counts:
+        for pair in data[1:]:
+            learner.observe(*pair)
+        while min(counts) < 5:
+            time.sleep(0.01)
+    assert answers
+    for answer in answers:
+        assert any(torch.equal(answer, one) for one in possible)
+
+
+def test_reports_files_and_exports_of_another_thread_are_whole(tmp_path: Path) -> None:
+    module, twin = Noisy(), Noisy()
+    twin.load_state_dict(module.state_dict())
+    learner, alone = (OnePass(m, learning_rate=0.1) for m in (module, twin))
+
+    def everything() -> None:
+        name = tmp_path / str(threading.get_ident())
+        learner.report()
+        learner.save(name)
+        copy = Noisy()
+        OnePass.load(name, copy).predict(torch.randn(2, FEATURES, generator=torch.Generator()))
+        assert learner.violations is not None
+
+    torch.manual_seed(0)
+    learner.observe(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,)))
+    torch.manual_seed(0)
+    alone.observe(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,)))
+    data = [(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))) for _ in range(30)]
+    with asking(everything, threads=2) as counts:
+        for x, y in data:
+            learner.observe(x, y)
+        while min(counts) < 2:
+            time.sleep(0.01)
+    for x, y in data:
+        alone.observe(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), twin.state_dict().values(), strict=True))
+
+
+def test_those_who_wait_are_served_in_their_order() -> None:
+    alone, order, inside = Exclusive(), list[int](), threading.Event()
+
+    def enter(number: int) -> None:
+        inside.set()
+        with alone:
+            order.append(number)
+
+    threads = []
+    with alone, alone:
+        for number in range(5):
+            inside.clear()
+            threads.append(threading.Thread(target=enter, args=(number,)))
+            threads[-1].start()
+            inside.wait()
+            while len(alone._queue) <= number:
+                time.sleep(0.001)
+    with alone:  # at the end of the queue, though this thread asks at once
+        order.append(5)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_learning_goes_on_under_a_crowd_that_asks() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1)
+    x, y = torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+    learner.observe(x, y)
+    with asking(lambda: learner.predict(x), threads=8) as counts:
+        began = time.monotonic()
+        for _ in range(50):
+            learner.observe(x, y)
+        assert time.monotonic() - began < 30
+        while min(counts) == 0:
+            time.sleep(0.01)
+
+
+def test_a_child_of_a_fork_between_two_calls_may_go_on() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1)
+    x, y = torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+    learner.observe(x, y)
+    code = in_child(lambda: learner.predict(x))
+    assert code == 0
+
+
+def test_a_child_of_a_fork_during_a_call_of_another_thread_is_told() -> None:
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1)
+    entered, leave = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        with learner._alone:
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=occupy)
+    thread.start()
+    entered.wait(30)
+
+    def ask() -> None:
+        with pytest.raises(InputError, match="forked while another thread used the learner"):
+            learner.predict(torch.randn(2, FEATURES))
+
+    code = in_child(ask)
+    leave.set()
+    thread.join()
+    assert code == 0
+
+
+def in_child(work: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # the threads of OpenMP are not there any more
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---- the classifier
+
+
+def rows(labels: range, count: int = 40) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(labels.start)
+    y = torch.randint(labels.start, labels.stop, (count,), generator=generator)
+    x = torch.randn(count, FEATURES, generator=generator) / 9 + nn.functional.one_hot(y, 10)[:, :FEATURES] * 3
+    return x.numpy(), y.numpy()
+
+
+def test_a_classifier_answers_with_its_classes_while_new_ones_come_and_while_it_is_fitted() -> None:
+    learner = OnePassClassifier(random_state=0).fit(*rows(range(4, 6)))
+    probe, _ = rows(range(4, 6))
+
+    def ask() -> None:
+        assert set(learner.predict(probe).tolist()) <= set(range(10))
+        assert (abs(learner.predict_proba(probe).sum(1) - 1) < 1e-6).all()
+
+    with asking(ask) as counts:
+        for labels in (range(2, 4), range(6, 8), range(2), range(8, 10)):
+            learner.partial_fit(*rows(labels), task_ends=True)
+            learner.fit(*rows(range(4, 6)))
+        while min(counts) == 0:
+            time.sleep(0.01)
+
+
+def test_an_old_class_is_not_taken_for_another_while_new_ones_come() -> None:
+    learner = OnePassClassifier(method="van", learning_rate=0.1, random_state=0)
+    x, y = rows(range(4, 6), 400)
+    learner.partial_fit(x, y)
+    assert (learner.predict(x) == y).mean() > 0.9
+    wrong: list[float] = []
+
+    def ask() -> None:
+        wrong.append(float((learner.predict(x) != y).mean()))
+
+    new = [rows(range(c, c + 1), 2) for c in (0, 9, 1, 8, 2, 7, 3, 6)]
+    with asking(ask) as counts:
+        for some in new:
+            learner.partial_fit(*some)
+        while min(counts) == 0:
+            time.sleep(0.01)
+    assert max(wrong) < 0.5
+
+
+@pytest.mark.long
+def test_a_million_answers_change_nothing_and_none_fails() -> None:
+    asked, alone = Noisy(), Noisy()
+    alone.load_state_dict(asked.state_dict())
+    learner, other = (OnePass(m, learning_rate=0.05, memory=Memory(per_task=50)) for m in (asked, alone))
+    x = torch.randn(20, FEATURES)
+    wanted, batches = 1_000_000 // len(x), 0
+    torch.manual_seed(3)
+    data = [(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))) for _ in range(500)]
+
+    def step(one: OnePass, number: int) -> None:
+        one.observe(*data[number % len(data)])
+        if number % 100 == 99:
+            one.end_task()
+
+    step(learner, 0)
+    began = time.monotonic()
+    with asking(lambda: learner.predict(x), threads=4) as counts:
+        while sum(counts) < wanted:
+            batches += 1
+            step(learner, batches)
+            assert time.monotonic() - began < 900, f"{sum(counts)} of {wanted} answers"
+    seconds = time.monotonic() - began
+    for number in range(batches + 1):
+        step(other, number)
+    assert packed(learner) == packed(other)
+    print(f"{sum(counts) * len(x)} answers in {sum(counts)} calls beside {batches} batches, {seconds:.0f} s")
