@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 from onepass.errors import InputError
-from onepass.interrupts import Held, Opened
+from onepass.interrupts import Held, Later, Opened
 
 
 class Exclusive:
@@ -29,7 +29,11 @@ class Exclusive:
         shield = Held()
         shield.__enter__()
         try:
-            self._enter(threading.get_ident())
+            me = threading.get_ident()
+            # The handler of a signal must not see a change half done, nor wait behind its own thread.
+            if shield.in_handler() and (self._owner == me or any(waits == me for _, waits in tuple(self._queue))):
+                raise Later
+            self._enter(me)
         except BaseException:
             shield.__exit__()
             raise
