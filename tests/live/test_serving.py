@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +84,24 @@ def test_what_is_learnt_does_not_depend_on_being_asked(build: Callable[[], nn.Mo
     with asking(lambda: (learners[0].predict(x), learners[0].scores(x))) as counts:
         learn(learners[0], batches=15, tasks=2, least=lambda: min(counts) > 0)
     learn(learners[1], batches=15, tasks=2)
+    assert packed(learners[0]) == packed(learners[1])
+
+
+def test_what_is_learnt_does_not_depend_on_being_asked_while_new_classes_come() -> None:
+    asked, alone = small_net(2), small_net(2)
+    alone.load_state_dict(asked.state_dict())
+    learners = [OnePass(module, "van", learning_rate=0.01, grow=True) for module in (asked, alone)]
+    x = torch.randn(5, FEATURES)
+
+    def grow(learner: OnePass) -> None:
+        for label in range(2, 62):
+            learner.observe(torch.randn(8, FEATURES), torch.full((8,), label))
+
+    for learner in learners:
+        torch.manual_seed(1)
+        learner.observe(torch.randn(8, FEATURES), torch.randint(0, 2, (8,)))
+        with asking(lambda: learners[0].predict(x), threads=3 if learner is learners[0] else 0):
+            grow(learner)
     assert packed(learners[0]) == packed(learners[1])
 
 
@@ -263,6 +282,24 @@ def test_an_old_class_is_not_taken_for_another_while_new_ones_come() -> None:
         while min(counts) == 0:
             time.sleep(0.01)
     assert max(wrong) < 0.5
+
+
+def test_a_classifier_can_be_copied_while_another_thread_learns() -> None:
+    learner = OnePassClassifier(random_state=0).fit(*rows(range(2)))
+    probe, _ = rows(range(2))
+
+    def copied() -> None:
+        one = pickle.loads(pickle.dumps(learner))
+        assert one.learner_.outputs <= max(2, len(one.classes_))
+        assert one.predict_proba(probe).shape == (len(probe), len(one.classes_))
+
+    with asking(copied) as counts:
+        for _ in range(3):
+            for label in range(10):
+                learner.partial_fit(*rows(range(label, label + 1), 20))
+            learner.fit(*rows(range(2)))
+        while min(counts) == 0:
+            time.sleep(0.01)
 
 
 @pytest.mark.long

@@ -62,6 +62,7 @@ class Bound(Fleet):
         self.measures = False  # is the cosine between gradient and reference gradient wanted?
         self.cosine = math.nan
         self._passes = 0
+        self._draws = True  # does it draw random numbers in evaluation? Not known yet
 
     def _assemble(self, modules: list[nn.Module]) -> None:
         (module,) = modules
@@ -96,7 +97,6 @@ class Bound(Fleet):
             for name, p in part._parameters.items()
         ]
         self.gradients = Gradients(self.architecture, "looped", 1)
-        self._draws = True  # does it draw random numbers in evaluation? Not known yet
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -126,6 +126,7 @@ class Bound(Fleet):
         if found:
             raise InputError(f"parameter '{next(iter(found))}' was added since the module was wrapped: wrap the module anew")
         self._remember()  # something without parameters was changed: whatever was traced is out of date
+        self._draws = True
 
     # ---- passes
 

@@ -207,10 +207,10 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             known = np.concatenate([known, labels[~np.isin(labels, known)]])
         self._outputs = np.argsort(known)
         self.classes_ = known[self._outputs]
-        if not hasattr(self, "learner_"):
-            self.learner_ = self._new_learner()
-        self._view = self.learner_, self.classes_, self._outputs
-        return self.learner_
+        learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
+        self._view = learner, self.classes_, self._outputs
+        self.learner_ = learner  # last: what makes it fitted, for threads that ask
+        return learner
 
     def _new_learner(self) -> OnePass:
         if not isinstance(self.settings, Mapping | None):
@@ -287,12 +287,15 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
-        state.pop("_view", None)
         if "learner_" in state:
             learner: OnePass = state["learner_"]
-            learner.fleet.intact()
-            # The module's parameters are views of one tensor: a copy of it has tensors of their own, and what else there is goes as a file.
-            state["learner_"] = copy.deepcopy(learner.module), packed(learner)
+            with learner._alone:  # another thread may be learning
+                view = self._view if self._view[0] is learner else state["_view"]  # it may be fitted anew meanwhile
+                state["classes_"], state["_outputs"] = view[1:]
+                learner.fleet.intact()
+                # The module's parameters are views of one tensor: a copy of it has tensors of their own, and what else there is goes as a file.
+                state["learner_"] = copy.deepcopy(learner.module), packed(learner)
+        state.pop("_view", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
