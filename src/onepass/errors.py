@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-from onepass.interrupts import struck
-
 
 class InputError(ValueError):
     """Something the user gave is wrong; the message says what, and what to do. The command line exits with code 2."""
@@ -27,8 +25,6 @@ def already(done: str) -> Iterator[None]:
     try:
         yield
     except Exception as reason:
-        if struck(reason):
-            raise
         raise LearntError(f"{done}, and then something failed ({first_line(reason)}): mend that, and go on with what comes next") from reason
 
 

@@ -2,9 +2,11 @@
 
 Python runs the handler of a signal between any two instructions of the main thread, so a
 `KeyboardInterrupt` can strike between two writes that belong together. Inside `Held` a signal is
-remembered and delivered at the end. Code of the user that runs inside, such as the forward pass of
-a module, is put into `Opened`: there an interrupt strikes at once, and the code around it undoes
-what was begun, with interrupts held again.
+remembered, and its handler is called at the end, when all is whole.
+
+Code of the user that runs inside, such as the forward pass of a module, is put into `Opened`. There
+Ctrl-C strikes at once if its handler is Python's own, and the code around it undoes what was begun.
+A handler of the user's own always waits for the end: it may want to save what is being changed.
 """
 
 from __future__ import annotations
@@ -18,18 +20,10 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # whose handlers commonly raise
 
-_main = threading.main_thread()
 _depth = 0  # how many `Held` the main thread is in
-_shut = False  # are signals remembered instead of delivered?
+_open = False  # is it in `Opened` inside them?
 _before: dict[int, Any] = {}  # the handlers that ours stands in for
 _pending: list[int] = []
-_later: list[int] = []  # those whose handlers wait for the end of the outermost `Held`
-_handling = False  # does a handler of the user run inside `Held`?
-_struck: BaseException | None = None  # what a handler has raised inside `Held`
-
-
-class Later(BaseException):
-    """Raised inside a handler that uses what is being changed: it is called again once all is whole."""
 
 
 class Held:
@@ -38,61 +32,50 @@ class Held:
     __slots__ = ("_main", "_was")
 
     def __enter__(self) -> None:
-        global _depth, _shut
+        global _depth, _open
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            if not _shut:
+            if _depth == 0:
                 _install()
-            self._was = _shut
-            _shut = True  # from the next instruction on nothing is raised
-            _depth += 1
+            self._was = _open
+            _open = False
+            _depth += 1  # from the next instruction on nothing is raised
 
     def __exit__(self, *_: object) -> None:
-        global _depth, _shut, _struck
+        global _depth, _open
         if self._main:
             _depth -= 1
+            _open = self._was
             if _depth == 0:
-                _struck = None
-                while _later:
-                    _pending.append(_later.pop(0))
-            if not self._was:
                 try:
-                    _shut = False
-                    _deliver()
+                    _uninstall()
                 finally:
-                    if _depth == 0:
-                        _uninstall()
-                    _shut = False  # around an inner one there is code of the user
-
-    def in_handler(self) -> bool:
-        """Was this entered by a handler that interrupts another `Held`?"""
-        return _handling and self._main
+                    _deliver()
+            elif _open:
+                _strike()
 
 
 class Opened:
-    """Inside `Held`: signals that have come, or come now, are delivered at once."""
+    """Inside `Held`: a Ctrl-C that has come, or comes now, strikes at once."""
 
-    __slots__ = ("_was",)
+    __slots__ = ("_main", "_was")
 
     def __enter__(self) -> None:
-        global _shut
-        self._was = _shut
-        if _shut and threading.current_thread() is threading.main_thread():
-            _shut = False
-            _deliver()
+        global _open
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._was = _open
+            _open = True
+            _strike()
 
     def __exit__(self, *_: object) -> None:
-        global _shut
-        if self._was and threading.current_thread() is threading.main_thread():
-            _shut = True
-
-
-def struck(error: BaseException) -> bool:
-    """Did a handler of the user raise this? It is then passed on as it is."""
-    return error is _struck
+        global _open
+        if self._main:
+            _open = self._was
 
 
 def _install() -> None:
+    _pending.clear()
     for number in SIGNALS:
         handler = _signal.getsignal(number)
         # Without a handler in Python, a signal is ignored or ends the process: it cannot raise.
@@ -102,56 +85,48 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    # An interrupt here leaves our handler behind, which then passes signals on.
+    # A handler that is back may raise here. Ours then stays for the others, and passes signals on.
     for number, handler in _before.items():
         if _signal.getsignal(number) is _handle:  # not one that the user has set inside
             _signal.signal(number, handler)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    global _shut, _handling, _struck
-    if _shut:
+    if _depth == 0:
+        _before[number](number, frame)
+    else:
         if number not in _pending:
             _pending.append(number)
-        return
-    outer, inside = _handling, _depth > 0
-    # What was begun is undone without another interrupt. Code of the user may go on after this one.
-    _shut = inside and (frame is None or str(frame.f_globals.get("__name__")).startswith("onepass."))
-    if number in _pending:
-        _pending.remove(number)
-    try:
-        _handling = inside
-        _before[number](number, frame)
-    except Later:
-        _later.append(number)
-    except BaseException as error:
-        _struck = error if inside else None
-        raise
-    finally:
-        _handling = outer
-    _shut = False
+        if _open:
+            _strike()
+
+
+def _strike() -> None:
+    """Raise a Ctrl-C that has come, in code of the user inside `Held`."""
+    global _open
+    if signal.SIGINT in _pending and _before.get(signal.SIGINT) is signal.default_int_handler:
+        _open = False  # what was begun is undone without another interrupt
+        _pending.remove(signal.SIGINT)
+        raise KeyboardInterrupt
 
 
 def _deliver() -> None:
-    try:
-        while _pending and not _shut:
-            if _signal.getsignal(_pending[0]) is not _handle:  # the user has set another one inside
-                signal.raise_signal(_pending.pop(0))
-            else:
-                signal.raise_signal(_pending[0])  # which takes it off the list
-    finally:
-        if _pending and not _shut:
+    """Call the handlers of the signals that have come, each of them, whatever the others raise."""
+    if _pending:
+        try:
+            signal.raise_signal(_pending.pop(0))
+        finally:
             _deliver()
 
 
 def _in_child() -> None:
-    """In a child that another thread has forked, calls of the main thread do not go on."""
-    global _main, _depth, _shut, _handling
+    """A child has only the thread that forked: if that was not the main thread, its calls are over."""
+    global _depth, _open, _main
     if threading.main_thread() is not _main:
-        _main, _depth, _shut, _handling = threading.main_thread(), 0, False, False
+        _main, _depth, _open = threading.main_thread(), 0, False
         _pending.clear()
-        _later.clear()
         _uninstall()
 
 
+_main = threading.main_thread()
 os.register_at_fork(after_in_child=_in_child)

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 from onepass.errors import InputError
-from onepass.interrupts import Held, Later, Opened
+from onepass.interrupts import Held, Opened
 
 
 class Exclusive:
@@ -29,11 +29,7 @@ class Exclusive:
         shield = Held()
         shield.__enter__()
         try:
-            me = threading.get_ident()
-            # The handler of a signal must not see a change half done, nor wait behind its own thread.
-            if shield.in_handler() and (self._owner == me or any(waits == me for _, waits in tuple(self._queue))):
-                raise Later
-            self._enter(me)
+            self._enter(threading.get_ident())
         except BaseException:
             shield.__exit__()
             raise

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from onepass.errors import InputError, first_line, unknown
 from onepass.files import check_writable
-from onepass.interrupts import struck
 from onepass.learners import METHODS, method
 from onepass.learners.base import Learner
 from onepass.live.memory import Memory
@@ -152,6 +151,4 @@ def refusing(what: str, then: str) -> Iterator[None]:
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as reason:
-        if struck(reason):
-            raise
         raise InputError(f"{what} ({first_line(reason)}): {then}") from reason
