@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,6 +81,10 @@ class Stream(ABC):
     @abstractmethod
     def tasks(self, part: Part, seed: int) -> list[Task]:
         """The tasks of one run."""
+
+    def check(self, part: Part, seeds: Sequence[int]) -> None:
+        """Raise if the options do not fit the tasks of one of these runs. Here the tasks of all runs are of the same size."""
+        self.tasks(part, seeds[0])
 
 
 def subset(index: Tensor, count: int | None, seed: int, step: int, what: str) -> Tensor:
@@ -164,6 +169,18 @@ class SplitStream(Stream):
         """The classes of a part as the tasks of a run take them."""
         first, end = self.classes_of(part)
         return first + Source([seed], Purpose.CLASSES).permutation(int(part == "ev"), [end - first])[0]
+
+    def check(self, part: Part, seeds: Sequence[int]) -> None:
+        super().check(part, seeds)
+        first, end = self.classes_of(part)
+        training, tests = self.pool.classes.tensor_split([self.pool.training])
+        for what, count, classes in (("train_examples", self.train_examples, training), ("test_examples", self.test_examples, tests)):
+            sizes = torch.bincount(classes, minlength=self.classes)
+            fewest = int(sizes[first:end].sort().values[: self.classes_per_task].sum())  # of any order of the classes
+            if count is not None and count > fewest:
+                fewest = min(int(sizes[self.order(part, seed)].view(-1, self.classes_per_task).sum(1).min()) for seed in seeds)
+            if count is not None and count > fewest:
+                raise InputError(f"{what}={count} is not possible: a task of these {len(seeds)} seeds has only {fewest} of them")
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         width, made = self.classes_per_task, []
