@@ -81,11 +81,13 @@ class TooSlowError(BaseException):
 
 @contextmanager
 def limited(seconds: int = SECONDS) -> Iterator[None]:
-    """End what takes longer."""
+    """Stop what takes longer. What cannot be stopped, since it is inside one operation of Python, ends with its process soon after."""
 
     def stop(*_: object) -> None:
         raise TooSlowError(f"more than {seconds} s")
 
+    used, limits = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 2 * seconds, limits[1]))
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
@@ -93,6 +95,7 @@ def limited(seconds: int = SECONDS) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_CPU, limits)
 
 
 def limit_memory(more: int = MEMORY) -> None:
@@ -127,7 +130,7 @@ def in_a_process(work: Callable[[], Iterable[str]], more: int = MEMORY) -> list[
             limit_memory(more)
             with os.fdopen(writable, "w") as told:
                 for line in work():
-                    print(line.replace("\n", " "), file=told, flush=True)
+                    print(" ".join(line.splitlines()), file=told, flush=True)
             os._exit(0)
         finally:
             os._exit(1)

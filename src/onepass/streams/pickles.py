@@ -109,10 +109,11 @@ class _Reader:
                 at += 4
             elif code == 0x4B:  # BININT1
                 numbers = SMALL_NUMBERS.match(content, at - 1)
-                found = content[at : numbers.end() : 2] if numbers else content[at : at + 1]
-                stack.extend(found)
-                most -= len(found) - 1
-                at += 2 * len(found) - 1
+                if numbers is None:
+                    raise IndexError
+                stack.extend(content[at : numbers.end() : 2])
+                most -= (numbers.end() - at) // 2
+                at = numbers.end()
             elif code == 0x8C:  # SHORT_BINUNICODE
                 at = self._push_text(at + 1, at + 1 + content[at], "utf-8")
             elif code == 0x94:  # MEMOIZE

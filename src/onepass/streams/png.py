@@ -62,12 +62,12 @@ def _bytes_of_rows(header: bytes, width: int, height: int) -> int:
     """What the rows of an image unpack to."""
     if len(header) != 13:
         raise ValueError("it is truncated or damaged")
-    found_width, found_height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", header)
+    found_width, found_height, depth, colour, compression, filters, interlaced = struct.unpack(">IIBBBBB", header)
     if (found_width, found_height) != (width, height):
         raise ValueError(f"it has {found_width}×{found_height} pixels, not {width}×{height}")
     if depth == 16:
         raise ValueError("it has 16 bits per channel, not 8")
-    if colour not in CHANNELS:
-        raise ValueError("its colours are of an unknown type")
+    if colour not in CHANNELS or compression or filters or interlaced > 1:
+        raise ValueError("its pixels are of an unknown type")
     passes = [(-(-(width - x) // across), -(-(height - y) // down)) for x, y, across, down in (ADAM7 if interlaced else WHOLE)]
     return sum(rows * (1 + -(-columns * depth * CHANNELS[colour] // 8)) for columns, rows in passes if columns)
