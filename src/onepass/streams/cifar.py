@@ -49,27 +49,43 @@ class Source:
     def is_archive(self) -> bool:
         return self.path.name in ARCHIVES
 
-    def exists(self) -> bool:
+    def missing(self) -> list[str]:
+        """What is not there of it."""
         if self.is_archive:
-            return self.path.is_file()
+            return [] if self.path.is_file() else [str(self.path)]
         parts = [self.path / f"{part}{SUFFIX.get(self.form, '')}" for part in EACH]
-        return all(part.is_dir() if self.form == "images" else part.is_file() for part in parts)
+        return [str(part) for part in parts if not (part.is_dir() if self.form == "images" else part.is_file())]
 
 
 def find(folder: Path) -> Source | None:
     """CIFAR-100 in a folder or in its subfolder `cifar100`: unpacked, in an archive or as images; None if it is not there."""
+    return next((source for source in _sources(folder) if not source.missing()), None)
+
+
+def missing(folder: Path) -> list[str]:
+    """The part that a folder lacks although it has the other one."""
+    for source in _sources(folder):
+        lacking = source.missing()
+        others = source.form == "images" and len(_folders_in(source.path / "train") or _folders_in(source.path / "test")) != CLASSES
+        if len(lacking) == 1 and not source.is_archive and not others:  # other data sets have folders of these names too
+            return lacking
+    return []
+
+
+def _sources(folder: Path) -> Iterator[Source]:
+    """Where to look, in this order: images last, since they take longest, and other data sets have such folders."""
     for place in (folder / "cifar100", folder):
-        unpacked = [Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place)]
-        packed = [Source(place / f"cifar-100-{form}.tar.gz", form) for form in SUFFIX]
-        for source in (*unpacked, *packed, Source(place, "images")):  # images last: they take longest, and other data sets have such folders
-            if source.exists():
-                return source
-    return None
+        yield from (Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place))
+        yield from (Source(place / f"cifar-100-{form}.tar.gz", form) for form in SUFFIX)
+        yield Source(place, "images")
 
 
 def read(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
     """All images `[60000, 3072]`, training images first, the channels of a pixel side by side; their classes; how many are for training."""
-    source = find(folder)
+    try:
+        source = find(folder)
+    except OSError as reason:
+        raise InputError(f"{folder} cannot be read ({reason.strerror or first_line(reason)}): name another folder") from None
     if source is None:
         raise InputError(f"there is no CIFAR-100 in {folder}: fetch it with 'onepass data get cifar100'")
     training, tests = (CLASSES * each for each in EACH.values())
@@ -191,10 +207,14 @@ def _folders(place: Path) -> Iterator[tuple[str, Images]]:
 
 
 def _class_folders(place: Path) -> list[str]:
-    names = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    names = _folders_in(place)
     if len(names) != CLASSES:
         raise InputError(f"{place} has {len(names)} folders, and CIFAR-100 has {CLASSES} classes: make a folder of images for each")
     return sorted(names, key=lambda name: (int(name), name)) if all(name.isdecimal() for name in names) else sorted(names)
+
+
+def _folders_in(place: Path) -> list[str]:
+    return [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")] if place.is_dir() else []
 
 
 def _image(path: Path) -> NDArray[np.uint8]:

@@ -38,7 +38,8 @@ def missing(folder: Path) -> list[str]:
     """The files that a folder, or its subfolder `mnist`, lacks although it has others of them."""
     for found in _found(folder):
         if found:
-            return [name for name in FILES if name not in found]
+            place = next(iter(found.values())).parent
+            return [str(place / f"{name}.gz") for name in FILES if name not in found]
     return []
 
 
@@ -109,7 +110,10 @@ class PermutedMnist(PermutedStream):
     """Ten digits of 28×28 pixels in [0, 1], reordered in a new way by each task: 55 000 training and 10 000 test examples a task."""
 
     def __init__(self, options: Options, data: str | None) -> None:
-        files = find(Path(data)) if data is not None else None
+        try:
+            files = find(Path(data)) if data is not None else None
+        except OSError as reason:
+            raise InputError(f"{data} cannot be read ({reason.strerror or first_line(reason)}): name another folder") from None
         if files is None:
             raise InputError(f"there is no MNIST in {data}: fetch it with 'onepass data get mnist'")
         if not 0 < options.train_images <= 60_000:
