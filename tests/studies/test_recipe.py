@@ -159,8 +159,30 @@ def test_all_methods_are_those_that_make_sense_for_the_stream() -> None:
     assert "classes of their own" in refusal(methods="icarl")
 
 
-def test_stream_options_are_read_as_what_they_stand_for() -> None:
-    assert recipe.load("quickstart", ["train_examples='60'"]).make_stream_options().train_examples == 60
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(f"stream_options.train_examples={value}" for value in ("true", "false", "3.0", "'60'")),
+        *("options.ewc.fisher_every=true", "options.ewc.normalise=1", "options.rwalk.damping=true", "options.rwalk.damping='1'"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_and_not_taken_for_a_number(change: str) -> None:
+    line = refusal(change, name="permuted-digits")
+    assert line.startswith(change.partition("=")[0].rpartition(".")[2] + "=")
+    assert "is not valid: input should be a valid" in line
+
+
+def test_a_whole_number_is_a_number() -> None:
+    damping = recipe.load("permuted-digits", ["options.rwalk.damping=1"]).method_options("rwalk").damping
+    assert (damping, type(damping)) == (1.0, float)
+
+
+def test_what_an_earlier_version_stored_of_options_of_another_type_is_still_read() -> None:
+    today = recipe.load("permuted-digits", ["train_examples=1", "options.ewc.fisher_every=3"])
+    stored = today.stored() | {"stream_options": {"train_examples": True}, "options": today.options | {"ewc": {"fisher_every": "3"}}}
+    for read in (recipe.from_stored(stored), recipe.load("permuted-digits", stored=stored)):
+        assert read.stream_options == {"train_examples": 1}
+        assert read.options["ewc"] == {"fisher_every": 3}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -81,6 +82,11 @@ class Stream(ABC):
     def tasks(self, part: Part, seed: int) -> list[Task]:
         """The tasks of one run."""
 
+    def check(self, part: Part, seeds: Sequence[int]) -> None:
+        """Raise if the options do not fit the tasks of one of these runs."""
+        for seed in seeds:
+            self.tasks(part, seed)
+
 
 def subset(index: Tensor, count: int | None, seed: int, step: int, what: str) -> Tensor:
     """`count` of the indices at random, in ascending order; all of them when `count` is None."""
@@ -106,6 +112,9 @@ class PermutedStream(Stream):
 
     def slots(self, part: Part) -> Slots:
         return Slots.shared(TASKS[part], self.classes)
+
+    def check(self, part: Part, seeds: Sequence[int]) -> None:
+        super().check(part, seeds[:1])  # the tasks of all runs are of the same size
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         made = []
@@ -164,6 +173,20 @@ class SplitStream(Stream):
         """The classes of a part as the tasks of a run take them."""
         first, end = self.classes_of(part)
         return first + Source([seed], Purpose.CLASSES).permutation(int(part == "ev"), [end - first])[0]
+
+    def check(self, part: Part, seeds: Sequence[int]) -> None:
+        super().check(part, seeds[:1])
+        first, end = self.classes_of(part)
+        training, tests = self.pool.classes.tensor_split([self.pool.training])
+        for what, count, classes in (("train_examples", self.train_examples, training), ("test_examples", self.test_examples, tests)):
+            if count is None:
+                continue
+            sizes = torch.bincount(classes, minlength=self.classes)
+            always = int(sizes[first:end].sort().values[: self.classes_per_task].sum())  # for any order of the classes
+            for seed in seeds if count > always else ():
+                fewest = int(sizes[self.order(part, seed)].view(-1, self.classes_per_task).sum(1).min())
+                if count > fewest:
+                    raise InputError(f"{what}={count} is not possible: a task of seed {seed} has only {fewest} of them; {always} fit every seed")
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         width, made = self.classes_per_task, []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import tarfile
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import file_digest
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from stat import S_ISREG
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onepass.errors import InputError, first_line, unknown
+from onepass.streams import archives, pickles, png
 from onepass.streams.base import TASKS, Part, Pool, SplitStream
 
 Form = Literal["binary", "python", "images"]
@@ -31,6 +33,8 @@ ARCHIVES: dict[str, str] = {  # as published, by MD5
     "cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8",
     "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
 }
+LARGEST_IMAGE = 2**20  # bytes of a file, which has a few thousand
+OPERATIONS = 16  # of a pickle for each image: a name and two labels take up to eight
 ANEW = "delete it and fetch it anew with 'onepass data get cifar100'"
 
 
@@ -45,27 +49,43 @@ class Source:
     def is_archive(self) -> bool:
         return self.path.name in ARCHIVES
 
-    def exists(self) -> bool:
+    def missing(self) -> list[str]:
+        """What is not there of it."""
         if self.is_archive:
-            return self.path.is_file()
+            return [] if self.path.is_file() else [str(self.path)]
         parts = [self.path / f"{part}{SUFFIX.get(self.form, '')}" for part in EACH]
-        return all(part.is_dir() if self.form == "images" else part.is_file() for part in parts)
+        return [str(part) for part in parts if not (part.is_dir() if self.form == "images" else part.is_file())]
 
 
 def find(folder: Path) -> Source | None:
     """CIFAR-100 in a folder or in its subfolder `cifar100`: unpacked, in an archive or as images; None if it is not there."""
+    return next((source for source in _sources(folder) if not source.missing()), None)
+
+
+def missing(folder: Path) -> list[str]:
+    """The part that a folder lacks although it has the other one."""
+    for source in _sources(folder):
+        lacking = source.missing()
+        others = source.form == "images" and len(_folders_in(source.path / "train") or _folders_in(source.path / "test")) != CLASSES
+        if len(lacking) == 1 and not source.is_archive and not others:  # other data sets have folders of these names too
+            return lacking
+    return []
+
+
+def _sources(folder: Path) -> Iterator[Source]:
+    """Where to look, in this order: images last, since they take longest, and other data sets have such folders."""
     for place in (folder / "cifar100", folder):
-        unpacked = [Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place)]
-        packed = [Source(place / f"cifar-100-{form}.tar.gz", form) for form in SUFFIX]
-        for source in (*unpacked, *packed, Source(place, "images")):  # images last: they take longest, and other data sets have such folders
-            if source.exists():
-                return source
-    return None
+        yield from (Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place))
+        yield from (Source(place / f"cifar-100-{form}.tar.gz", form) for form in SUFFIX)
+        yield Source(place, "images")
 
 
 def read(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
     """All images `[60000, 3072]`, training images first, the channels of a pixel side by side; their classes; how many are for training."""
-    source = find(folder)
+    try:
+        source = find(folder)
+    except OSError as reason:
+        raise InputError(f"{folder} cannot be read ({reason.strerror or first_line(reason)}): name another folder") from None
     if source is None:
         raise InputError(f"there is no CIFAR-100 in {folder}: fetch it with 'onepass data get cifar100'")
     training, tests = (CLASSES * each for each in EACH.values())
@@ -85,91 +105,80 @@ def _parts(source: Source) -> Iterator[tuple[str, Images]]:
     if source.form == "images":
         yield from _folders(source.path)
         return
-    for part, where, file in _archived(source) if source.is_archive else _unpacked(source):
-        yield part, (_records if source.form == "binary" else _pickled)(file, part, where)
+    for part, where, content in _archived(source) if source.is_archive else _unpacked(source):
+        yield part, (_records if source.form == "binary" else _pickled)(content, part, where)
 
 
-def _unpacked(source: Source) -> Iterator[tuple[str, str, IO[bytes]]]:
+def _unpacked(source: Source) -> Iterator[tuple[str, str, bytes]]:
     for part in EACH:
         path = source.path / f"{part}{SUFFIX[source.form]}"
         with path.open("rb") as file:
-            yield part, str(path), file
+            size = os.fstat(file.fileno()).st_size
+            _check_size(size, part, source.form, str(path))
+            yield part, str(path), file.read(size)
 
 
-def _archived(source: Source) -> Iterator[tuple[str, str, IO[bytes]]]:
+def _archived(source: Source) -> Iterator[tuple[str, str, bytes]]:
+    missing = {f"cifar-100-{source.form}/{part}{SUFFIX[source.form]}": part for part in EACH}
+    most = sum(_most_bytes(part) for part in EACH)
     with source.path.open("rb") as packed:
+        size = os.fstat(packed.fileno()).st_size
+        if size > most:
+            raise InputError(f"{source.path} has {size} bytes, and CIFAR-100 has at most {most} there: {ANEW}")
         if file_digest(packed, "md5").hexdigest() != ARCHIVES[source.path.name]:
             raise InputError(f"{source.path} is truncated or altered (its checksum is wrong): {ANEW}")
-    missing = {f"cifar-100-{source.form}/{part}{SUFFIX[source.form]}": part for part in EACH}
-    with tarfile.open(source.path, "r:gz") as archive:
-        for member in archive:  # as they come: to look for one by name is to decompress everything once more
-            file = archive.extractfile(member) if member.name in missing else None
-            if file is not None:
-                yield missing.pop(member.name), f"{member.name} in {source.path}", file
+    try:
+        for name, content in archives.members(source.path, missing, most):
+            part, where = missing.pop(name), f"{name} in {source.path}"
+            _check_size(len(content), part, source.form, where)
+            yield part, where, content
+    except archives.DamagedError as reason:
+        raise InputError(f"{source.path} cannot be unpacked ({first_line(reason)}): {ANEW}") from None
     if missing:
         raise InputError(f"{source.path} lacks {' and '.join(missing)}: {ANEW}")
 
 
-def _records(file: IO[bytes], part: str, where: str) -> Images:
+def _most_bytes(part: str) -> int:
+    """More than any form of a part takes: text of bytes takes one and a half times their room, and an image has a name and labels."""
+    return CLASSES * EACH[part] * (2 * 3 * PIXELS + 256) + 2**16
+
+
+def _check_size(size: int, part: str, form: Form, where: str) -> None:
+    """Raise before anything is read if a file is too large, or if a binary one has not the one size that there is."""
+    count, record = CLASSES * EACH[part], 2 + 3 * PIXELS
+    if form == "binary" and size != count * record:
+        raise InputError(f"{where} has {size} bytes, and CIFAR-100 has {count} records of {record} there: {ANEW}")
+    if size > _most_bytes(part):
+        raise InputError(f"{where} has {size} bytes, and CIFAR-100 has at most {_most_bytes(part)} there: {ANEW}")
+
+
+def _records(content: bytes, part: str, where: str) -> Images:
     """The binary version: a coarse label, a fine one and the planes of red, green and blue for each image."""
-    content, size = file.read(), 2 + 3 * PIXELS
-    if len(content) != CLASSES * EACH[part] * size:
-        raise InputError(f"{where} has {len(content)} bytes, and CIFAR-100 has {CLASSES * EACH[part]} records of {size} there: {ANEW}")
-    records = np.frombuffer(content, np.uint8).reshape(-1, size)
+    records = np.frombuffer(content, np.uint8).reshape(CLASSES * EACH[part], 2 + 3 * PIXELS)
     return _of_planes(records[:, 2:]), _checked(records[:, 1].astype(np.int64), part, where)
 
 
-def _pickled(file: IO[bytes], part: str, where: str) -> Images:
+def _pickled(content: bytes, part: str, where: str) -> Images:
     """The Python version: a dictionary with `data`, an array of planes, and `fine_labels`."""
     try:
-        content = _Reader(file, where).load()
-        if not isinstance(content, dict):
+        found = pickles.load(content, most=OPERATIONS * CLASSES * EACH[part] + 1000)
+        if not isinstance(found, dict):
             raise ValueError("it holds no dictionary")
-        planes, labels = _array_in(content, "data"), np.array(_entry(content, "fine_labels"))
+        planes, labels = pickles.array_of_bytes(_entry(found, "data")), _entry(found, "fine_labels")
+        if planes is None:
+            raise ValueError("its data are not an array of bytes")
         if planes.ndim != 2 or planes.shape[1] != 3 * PIXELS:
             raise ValueError(f"its data have the shape {planes.shape}")
-        if labels.ndim != 1 or labels.dtype.kind != "i" or len(labels) != len(planes):
+        if not isinstance(labels, list | tuple) or set(map(type, labels)) != {int} or len(labels) != len(planes):
             raise ValueError("its fine_labels are not a number for each image")
-    except InputError:
-        raise
-    except Exception as reason:  # a damaged pickle fails in any way
+        numbers = np.array(labels)
+        if numbers.dtype.kind != "i":
+            raise ValueError("its fine_labels are not a number for each image")
+    except pickles.ForeignNameError as asked:
+        raise InputError(f"{where} asks for {asked}, which is no part of CIFAR-100, and was not read further: {ANEW}") from None
+    except ValueError as reason:
         raise InputError(f"{where} is not a pickle of CIFAR-100 ({first_line(reason)}): {ANEW}") from None
-    return _of_planes(planes), _checked(labels.astype(np.int64), part, where)
-
-
-class _Inert:
-    """What a pickle says about an object: the name it is made by, what it is made with, and its state. Nothing is done with it."""
-
-    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
-        self.name, self.arguments, self.state = name, arguments, ()
-
-    def __call__(self, *arguments: Any) -> _Inert:
-        return _Inert(self.name, arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Reader(pickle.Unpickler):
-    """Reads numbers, text and arrays. A pickle is a program that may call anything, and this one's calls are written down instead."""
-
-    NAMES = (  # by what numpy pickles an array of bytes, from Python 2 to today, with any protocol
-        "numpy.core.multiarray._reconstruct",
-        "numpy.core.numeric._frombuffer",
-        "numpy.ndarray",
-        "numpy.dtype",
-        "_codecs.encode",
-    )
-
-    def __init__(self, file: IO[bytes], where: str) -> None:
-        super().__init__(file, encoding="bytes")
-        self.where = where
-
-    def find_class(self, module: str, name: str) -> _Inert:
-        known = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
-        if known not in self.NAMES:
-            raise InputError(f"{self.where} asks for {module}.{name}, which is no part of CIFAR-100, and was not read further: {ANEW}")
-        return _Inert(known.rpartition(".")[2])
+    return _of_planes(planes), _checked(numbers.astype(np.int64), part, where)
 
 
 def _entry(content: dict[Any, Any], key: str) -> Any:
@@ -177,21 +186,6 @@ def _entry(content: dict[Any, Any], key: str) -> Any:
     if found is None:
         raise ValueError(f"it has no {key}")
     return found
-
-
-def _array_in(content: dict[Any, Any], key: str) -> NDArray[np.uint8]:
-    made = _entry(content, key)
-    match made:
-        case _Inert(name="_reconstruct", state=(_, shape, _Inert(name="dtype", arguments=("u1" | b"u1", *_)), columns_first, raw)):
-            order: Literal["C", "F"] = "F" if columns_first else "C"
-        case _Inert(name="_frombuffer", arguments=(raw, _Inert(name="dtype", arguments=("u1", *_)), shape, "C" | "F" as order)):
-            pass
-        case _:
-            raise ValueError(f"its {key} are not an array of bytes")
-    match raw:
-        case _Inert(name="encode", arguments=(str() as text, "latin1")):
-            raw = text.encode("latin1")
-    return np.frombuffer(raw, np.uint8).reshape(shape, order=order)
 
 
 def _of_planes(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -213,10 +207,14 @@ def _folders(place: Path) -> Iterator[tuple[str, Images]]:
 
 
 def _class_folders(place: Path) -> list[str]:
-    names = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    names = _folders_in(place)
     if len(names) != CLASSES:
         raise InputError(f"{place} has {len(names)} folders, and CIFAR-100 has {CLASSES} classes: make a folder of images for each")
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+    return sorted(names, key=lambda name: (int(name), name)) if all(name.isdecimal() for name in names) else sorted(names)
+
+
+def _folders_in(place: Path) -> list[str]:
+    return [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")] if place.is_dir() else []
 
 
 def _image(path: Path) -> NDArray[np.uint8]:
@@ -225,13 +223,21 @@ def _image(path: Path) -> NDArray[np.uint8]:
     except ImportError:
         raise InputError(f"{path} cannot be read without pillow: install it with 'pip install onepass[images]'") from None
     try:
-        with Image.open(path, formats=["PNG"]) as image:
-            if image.size == (SIDE, SIDE):
-                return np.asarray(image.convert("RGB")).reshape(PIXELS, 3)
-            size = "{}×{}".format(*image.size)
+        status = path.stat()
+        if not S_ISREG(status.st_mode) or status.st_size > LARGEST_IMAGE:
+            raise ValueError(f"it is no file of at most {LARGEST_IMAGE} bytes")
+        checked = png.read(path.read_bytes(), SIDE, SIDE)
+        with Image.open(BytesIO(checked.content), formats=["PNG"]) as image:
+            values = np.asarray(image)
+            if not values[-1].any():
+                checked.check_rows()
+            if image.mode == "P" and values.max() >= checked.colours:
+                raise ValueError("its palette lacks a colour")
+            if image.mode in ("LA", "RGBA") and values[:, :, -1].min() < 255:
+                raise ValueError("it has transparent pixels")
+            return (values if image.mode == "RGB" else np.asarray(image.convert("RGB"))).reshape(PIXELS, 3)
     except Exception as reason:  # a damaged image fails in many ways
-        raise InputError(f"{path} is not an image that can be read ({type(reason).__name__}): replace it") from None
-    raise InputError(f"{path} has {size} pixels, and images of CIFAR-100 have {SIDE}×{SIDE}: replace it")
+        raise InputError(f"{path} is not an image of CIFAR-100 ({first_line(reason)}): replace it") from None
 
 
 def _checked(labels: NDArray[np.int64], part: str, where: str) -> NDArray[np.int64]:

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onepass.draws import Purpose, Source
-from onepass.errors import InputError
+from onepass.errors import InputError, first_line
 from onepass.streams.base import PermutedStream, Pool, SplitStream
 
 TEST_IMAGES = 360
+SHAPE = (1797, 65)
+LARGEST = 2**20  # bytes of the table, which has a quarter of a million
 
 
 @cache
 def _images() -> tuple[Tensor, Tensor]:
     """Images `[1797, 8, 8]` as bytes from 0 to 16, and digits; shuffled once, for everybody in the same way, test images last."""
-    table = torch.from_numpy(np.loadtxt(_file(), delimiter=",", dtype=np.uint8))
+    table = torch.from_numpy(read(_file()))
     order = Source([0], Purpose.SPLIT).permutation(0, [len(table)])[0]
     return table[order, :-1].view(-1, 8, 8), table[order, -1].long()
+
+
+def read(path: Path) -> NDArray[np.uint8]:
+    """The table of digits `[1797, 65]`: pixels and a digit in each row."""
+    try:
+        with gzip.open(path) as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
+        table = np.loadtxt(BytesIO(content), delimiter=",", dtype=np.uint8, ndmin=2)
+        if table.shape != SHAPE or table[:, :-1].max() > 16 or table[:, -1].max() > 9:
+            raise ValueError("its numbers are others")
+    except (OSError, EOFError, ValueError, zlib.error) as reason:
+        raise InputError(f"{path} does not hold the digits of scikit-learn ({first_line(reason)}): install scikit-learn anew") from None
+    return table
 
 
 def _file() -> Path:

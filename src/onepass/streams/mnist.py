@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
+import math
 import struct
+import zlib
 from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from onepass.errors import InputError
+from onepass.errors import InputError, first_line
 from onepass.streams.base import PermutedStream, Pool
 
 # The canonical files, by MD5: gzipped as published, and unpacked.
@@ -21,27 +22,68 @@ FILES: dict[str, tuple[str, str]] = {
     "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
     "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
 }
+LARGEST = 2**26  # bytes of a file, packed or unpacked: the largest has 47 million
+ANEW = "delete it and fetch it anew with 'onepass data get mnist'"
 
 
 def find(folder: Path) -> dict[str, Path] | None:
     """The four files in a folder or in its subfolder `mnist`, gzipped or plain; None unless all are there."""
-    for place in (folder, folder / "mnist"):
-        found = {name: path for name in FILES for path in (place / f"{name}.gz", place / name) if path.is_file()}
+    for found in _found(folder):
         if len(found) == len(FILES):
             return found
     return None
 
 
+def missing(folder: Path) -> list[str]:
+    """The files that a folder, or its subfolder `mnist`, lacks although it has others of them."""
+    for found in _found(folder):
+        if found:
+            place = next(iter(found.values())).parent
+            return [str(place / f"{name}.gz") for name in FILES if name not in found]
+    return []
+
+
+def _found(folder: Path) -> list[dict[str, Path]]:
+    places = (folder, folder / "mnist")
+    return [{name: path for name in FILES for path in (place / f"{name}.gz", place / name) if path.is_file()} for place in places]
+
+
 def read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """An idx file of bytes, checked against its canonical checksum."""
-    raw = path.read_bytes()
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+    except OSError as reason:
+        raise InputError(f"{path} cannot be read ({reason.strerror or first_line(reason)}): {ANEW}") from None
     packed, plain = FILES[path.name.removesuffix(".gz")]
-    if md5(raw).hexdigest() != (packed if path.suffix == ".gz" else plain):
-        raise InputError(f"{path} is truncated or altered (its checksum is wrong): delete it and fetch it anew with 'onepass data get mnist'")
-    content = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    dimensions = content[3]
-    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    if len(raw) > LARGEST or md5(raw).hexdigest() != (packed if path.suffix == ".gz" else plain):
+        raise InputError(f"{path} is truncated or altered (its checksum is wrong): {ANEW}")
+    try:
+        return _array(_unpacked(raw) if path.suffix == ".gz" else raw)
+    except ValueError as reason:
+        raise InputError(f"{path} is not an idx file of MNIST ({first_line(reason)}): {ANEW}") from None
+
+
+def _unpacked(raw: bytes) -> bytes:
+    unpacking = zlib.decompressobj(wbits=31)  # gzip
+    try:
+        content = unpacking.decompress(raw, LARGEST + 1)
+    except zlib.error as reason:
+        raise ValueError(str(reason)) from None
+    if len(content) > LARGEST or not unpacking.eof or unpacking.unused_data:
+        raise ValueError("it ends too early or too late")
+    return content
+
+
+def _array(content: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    dimensions = int.from_bytes(content[3:4], "big")
+    start = 4 + 4 * dimensions
+    if content[:3] != b"\0\0\x08" or dimensions not in (1, 3) or len(content) < start:
+        raise ValueError("it does not begin like one")
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    if math.prod(shape) != len(content) - start:
+        raise ValueError(f"it has {len(content) - start} bytes, and says {'×'.join(map(str, shape))}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def check(folder: Path) -> None:
@@ -68,7 +110,10 @@ class PermutedMnist(PermutedStream):
     """Ten digits of 28×28 pixels in [0, 1], reordered in a new way by each task: 55 000 training and 10 000 test examples a task."""
 
     def __init__(self, options: Options, data: str | None) -> None:
-        files = find(Path(data)) if data is not None else None
+        try:
+            files = find(Path(data)) if data is not None else None
+        except OSError as reason:
+            raise InputError(f"{data} cannot be read ({reason.strerror or first_line(reason)}): name another folder") from None
         if files is None:
             raise InputError(f"there is no MNIST in {data}: fetch it with 'onepass data get mnist'")
         if not 0 < options.train_images <= 60_000:

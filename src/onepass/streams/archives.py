@@ -1,0 +1,48 @@
+"""Reading gzipped tar archives in bounded memory and time, without writing anything."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Collection, Iterator
+from gzip import GzipFile
+from pathlib import Path
+
+from onepass.errors import first_line
+
+
+class DamagedError(ValueError):
+    """An archive cannot be unpacked; the message says why."""
+
+
+class _Bounded(GzipFile):
+    """Stops before more than `most` bytes are unpacked: a header may ask for more than there is memory."""
+
+    most: int
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._check(self.most + 1 if size is None or size < 0 else self.tell() + size)
+        return super().read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._check(offset)
+        return super().seek(offset, whence)
+
+    def _check(self, end: int) -> None:
+        if end > self.most:
+            raise DamagedError(f"it unpacks to more than {self.most} bytes")
+
+
+def members(path: Path, names: Collection[str], most: int) -> Iterator[tuple[str, bytes]]:
+    """The plain files of these names, in the order of the archive, of which at most `most` bytes are unpacked."""
+    try:
+        with _Bounded(path) as packed:
+            packed.most = most
+            with tarfile.open(fileobj=packed, mode="r:") as archive:
+                for member in archive:  # as they come: to look for one by name is to decompress everything once more
+                    file = archive.extractfile(member) if member.name in names and member.isreg() else None  # a link may lead in a circle
+                    if file is not None:
+                        yield member.name, file.read()
+    except DamagedError:
+        raise
+    except Exception as reason:  # a damaged archive fails in many ways
+        raise DamagedError(first_line(reason)) from None

@@ -1,0 +1,169 @@
+"""Every reader with damaged files: a sentence, or data of the right shape; little memory, little time, and nothing is written."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import tarfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cifar_files import pickled, pickled_by_python_2, records
+from fuzzing import in_a_process, listing, mutations, outcome
+from onepass.errors import InputError
+from onepass.streams import cifar, digits, mnist
+
+CLASSES, SIDE, EACH = 3, 4, {"train": 2, "test": 1}
+NUMBERS = 3 * SIDE * SIDE
+LABELS = {part: [label for label in range(CLASSES) for _ in range(each)] for part, each in EACH.items()}
+PLANES = {part: np.random.default_rng(0).integers(0, 256, (len(labels), NUMBERS), np.uint8) for part, labels in LABELS.items()}
+PROTOCOLS = (None, 0, 1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A folder's files, the one that is harmed, how that is packed again after the harm, and how the folder is read."""
+
+    files: dict[str, bytes]
+    harmed: str
+    read: Callable[[Path], Any]
+    repack: Callable[[bytes], bytes] = bytes
+
+
+def _cifar(folder: Path) -> None:
+    x, classes, training = cifar.read(folder)
+    assert (x.shape, x.dtype, classes.shape, training) == ((9, NUMBERS), np.uint8, (9,), 6)
+    assert sorted(classes[:6]) == LABELS["train"]
+
+
+def _idx(folder: Path) -> None:
+    (path,) = folder.iterdir()
+    assert mnist.read_idx(path).nbytes <= path.stat().st_size * 2000
+
+
+def _digits(folder: Path) -> None:
+    images, classes = digits._images.__wrapped__()
+    assert (images.shape, classes.shape) == ((1797, 8, 8), (1797,))
+
+
+def _python(part: str, protocol: int | None) -> bytes:
+    if protocol is None:
+        return pickled_by_python_2(PLANES[part], LABELS[part]).replace(b"J" + struct.pack("<i", 3072), b"J" + struct.pack("<i", NUMBERS))
+    return pickled(PLANES[part], LABELS[part], protocol)
+
+
+def _tar(form: str, files: dict[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"cifar-100-{form}/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return made.getvalue()
+
+
+def _png(planes: Any) -> bytes:
+    image, made = pytest.importorskip("PIL.Image"), io.BytesIO()
+    image.fromarray(planes.reshape(3, SIDE, SIDE).transpose(1, 2, 0)).save(made, "PNG")
+    return made.getvalue()
+
+
+def _with_checksums(content: bytes) -> bytes:
+    """A PNG image whose checksums are right again, as far as its parts can be told apart."""
+    made, at = bytearray(content[:8]), 8
+    while at + 12 <= len(content):
+        end = at + 8 + int.from_bytes(content[at : at + 4], "big")
+        if end + 4 > len(content):
+            break
+        made += content[at:end] + struct.pack(">I", zlib.crc32(content[at + 4 : end]))
+        at = end + 4
+    return bytes(made) + content[at:]
+
+
+def _readers() -> dict[str, Reader]:
+    binary = {f"{part}.bin": records(PLANES[part], LABELS[part]) for part in EACH}
+    python = {protocol: {part: _python(part, protocol) for part in EACH} for protocol in PROTOCOLS}
+    images = {f"{part}/{label}/{i}.png": _png(PLANES[part][i]) for part in EACH for i, label in enumerate(LABELS[part])}
+    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28) + PLANES["train"].tobytes().ljust(2 * 28 * 28, b"x")
+    table = digits._file().read_bytes()
+    tars = {"binary": _tar("binary", binary), "python": _tar("python", python[None])}
+    made = {
+        "idx": Reader({"train-images-idx3-ubyte": idx}, "train-images-idx3-ubyte", _idx),
+        "gzipped idx": Reader({"train-images-idx3-ubyte.gz": gzip.compress(idx)}, "train-images-idx3-ubyte.gz", _idx),
+        "idx, gzipped then": Reader({"train-images-idx3-ubyte.gz": idx}, "train-images-idx3-ubyte.gz", _idx, gzip.compress),
+        "digits": Reader({"digits.csv.gz": table}, "digits.csv.gz", _digits),
+        "digits, gzipped then": Reader({"digits.csv.gz": gzip.decompress(table)}, "digits.csv.gz", _digits, lambda c: gzip.compress(c, 1)),
+        "binary": Reader(binary, "train.bin", _cifar),
+        **{f"pickle of protocol {protocol}": Reader(files, "train", _cifar) for protocol, files in python.items()},
+        "image": Reader(images, "train/1/2.png", _cifar),
+        "image, checksums then": Reader(images, "train/1/2.png", _cifar, _with_checksums),
+    }
+    for form, tar in tars.items():
+        name = f"cifar-100-{form}.tar.gz"
+        made[f"archive of {form}"] = Reader({name: gzip.compress(tar)}, name, _cifar)
+        made[f"archive of {form}, gzipped then"] = Reader({name: tar}, name, _cifar, gzip.compress)
+    return made
+
+
+READERS = _readers()
+
+
+def _shrink(folder: Path) -> None:
+    """A small CIFAR-100, and no checksum in the way. In a process of its own."""
+    right = SimpleNamespace(hexdigest=lambda: "right")
+    replaced: list[tuple[Any, dict[str, Any]]] = [
+        (cifar, {"CLASSES": CLASSES, "SIDE": SIDE, "PIXELS": SIDE * SIDE, "EACH": EACH, "file_digest": lambda *_: right}),
+        (cifar, {"ARCHIVES": dict.fromkeys(cifar.ARCHIVES, "right")}),
+        (mnist, {"FILES": dict.fromkeys(mnist.FILES, ("right", "right")), "md5": lambda _: right}),
+        (digits, {"_file": lambda: folder / "digits.csv.gz"}),
+    ]
+    for module, values in replaced:
+        for name, value in values.items():
+            setattr(module, name, value)
+
+
+def _harmed(reader: Reader, folder: Path, seed: int, count: int) -> Iterator[str]:
+    _shrink(folder)
+    for content in mutations(reader.files[reader.harmed], seed, count):
+        (folder / reader.harmed).write_bytes(reader.repack(content))
+        yield outcome(lambda: reader.read(folder), InputError)
+
+
+def _outcomes(reader: Reader, folder: Path, seed: int, count: int) -> Counter[str]:
+    for name, content in reader.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(reader.repack(content) if name == reader.harmed else content)
+
+    def whole() -> Iterable[str]:
+        _shrink(folder)
+        return [outcome(lambda: reader.read(folder), InputError)]
+
+    assert in_a_process(whole) == ["right"]
+    before = listing(folder)
+    told = in_a_process(lambda: _harmed(reader, folder, seed, count))
+    after = listing(folder)
+    assert before.pop(reader.harmed)
+    assert after.pop(reader.harmed)
+    assert after == before
+    assert len(told) == count, told[-1]
+    return Counter(told)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_refused_by_a_sentence_or_read(name: str, tmp_path: Path) -> None:
+    assert set(_outcomes(READERS[name], tmp_path, 0, 25)) <= {"right", "refused"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", READERS)
+def test_very_many_damaged_files_are_refused_by_a_sentence_or_read(name: str, tmp_path: Path) -> None:
+    assert set(_outcomes(READERS[name], tmp_path, 1, 600)) <= {"right", "refused"}
