@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
-from onepass.errors import InputError, unknown
+from onepass.errors import InputError
 from onepass.learners.base import Learner
 from onepass.live.boundaries import check_name, which
 from onepass.live.growth import check_growth, check_head, grow
@@ -28,8 +28,13 @@ from onepass.live.settings import (
     OwnLoss,
     Tasks,
     check_method,
+    check_module,
     check_whole,
+    read_autosave,
+    read_choice,
+    read_flag,
     read_learning_rate,
+    read_loss,
     read_method,
     read_path,
     read_settings,
@@ -95,30 +100,26 @@ class OnePass:
         autosave_every: int = 1,
         **settings: Any,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise InputError(f"the first argument must be an nn.Module, got {type(module).__name__}")
+        check_module(module)
         self.module, self.method = module, method
         self._rate = read_learning_rate(learning_rate, optimizer)
         learner_type = read_method(method)
         self._columns, self._options = read_settings(method, settings)
-        self.classifies = loss == "cross-entropy"
-        if not self.classifies and not callable(loss):
-            raise unknown("loss", str(loss), ["cross-entropy"])
-        if precision not in PRECISIONS:
-            raise unknown("precision", str(precision), PRECISIONS)
+        self.classifies = read_loss(loss)
+        self._precision = read_choice("precision", precision, PRECISIONS)
         self._tasks = read_tasks(tasks)
         check_whole(seed=seed, watch_every=watch_every, autosave_every=autosave_every)
-        self.task_free, self._seed, self._precision = bool(task_free), seed, precision
+        self.task_free, self._seed = read_flag("task_free", task_free), seed
         self.plan = Memory() if memory is None else memory
         if not isinstance(self.plan, Memory):
             raise InputError(f"the memory must be described by onepass.Memory, got {type(memory).__name__}")
-        check_method(method, self._options, self.plan, self.classifies, task_free, self._tasks)
+        check_method(method, self._options, self.plan, self.classifies, self.task_free, self._tasks)
         check_optimizer(optimizer, module)
         self.head = check_head(module, grow) if grow is not False else None
         if self.head is not None and not self.classifies:
             raise InputError("only classes can grow the head: leave grow out with a loss of your own")
         self._watch = Watch(self, watch, watch_every)
-        self._autosave, self._autosave_every = read_path(autosave), autosave_every
+        self._autosave, self._autosave_every = read_autosave(autosave), autosave_every
         originals = [(p, p.data) for p in module.parameters()]
         try:
             self._assemble(learner_type, loss, optimizer)
@@ -253,7 +254,8 @@ class OnePass:
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
-        given = list(again) if isinstance(again, Iterable) else [again]
+        with refusing("the data to look at again cannot be read", "the task has not ended"):
+            given = list(again) if isinstance(again, Iterable) else [again]
         for pair in given:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise InputError("the data to look at again must be batches (x, y): end_task(again=batches)")
@@ -267,7 +269,7 @@ class OnePass:
 
     def _grow(self, outputs: int) -> None:
         """Enlarge the head."""
-        head, before = check_growth(self.module, self.head, self.outputs, outputs), self.fleet.theta.shape[1]
+        head, before = check_growth(self.module, self.head, self.outputs, outputs, self.fleet.optimizer), self.fleet.theta.shape[1]
         carry, self.undo = grow(self.fleet, head, outputs)
         self.learner.resize(before, carry)
         self.outputs = outputs
@@ -337,7 +339,7 @@ class OnePass:
         """Everything that is needed to go on, as one safetensors file with a JSON header; written whole or not at all."""
         from onepass.live.saving import save
 
-        save(self, Path(path))
+        save(self, read_path(path, "the path"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InputError("a learner cannot be copied or pickled: save it, and load the file with a copy of the module")
@@ -348,7 +350,8 @@ class OnePass:
         module's parameters, `watch`, `autosave`) is given again. Learning goes on bit-identically on the same CPU."""
         from onepass.live.saving import load
 
-        return load(Path(path), module, settings)
+        check_module(module, "second")
+        return load(read_path(path, "the path"), module, settings)
 
     def export(self, path: str | Path) -> None:
         """The current model in evaluation mode by `torch.export` (ONNX where the path ends in .onnx); learning may go on."""
@@ -357,7 +360,7 @@ class OnePass:
         self.fleet.intact()
         if self.examples is None:
             raise InputError("there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known")
-        export(self.module, self._sample, self.examples.keywords, Path(path))
+        export(self.module, self._sample, self.examples.keywords, read_path(path, "the path"))
 
     # ---- reading
 
