@@ -316,8 +316,8 @@ class OnePass:
     def learning_rate(self, rate: float) -> None:
         if self.fleet.optimizer is not None:
             raise InputError("the learning rate is the optimizer's: set it there")
-        self._rate = read_learning_rate(rate, None)
-        self.fleet.learning_rate.fill_(self._rate)
+        self.fleet.set_rate(read_learning_rate(rate, None))
+        self._rate = float(rate)
 
     @property
     def steps(self) -> int:
