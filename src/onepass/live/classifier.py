@@ -32,6 +32,7 @@ Array = NDArray[Any]
 OWN = ("method", "learning_rate", "memory", "task_free")  # settings of OnePass that are parameters of their own here
 DECIDED = ("module", "optimizer", "loss", "tasks", "seed")  # and those that a classifier leaves no choice of
 AT_ONCE = 1024  # rows in one forward pass
+HOW = "call partial_fit with task_ends=True for the last rows of a task"
 
 
 class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -111,6 +112,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 self.__dict__.pop(name, None)
             X, y = self._read(X, y)
             learner = self._admit(np.unique(y), y)
+            learner.advice.how = None  # the task ends below
             order = Source([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
             self._learn(X, y, order)
             if not learner.task_free:
@@ -130,6 +132,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise InputError(
                     f"{learner.method} looks at a task's data a second time, and these rows are only its end: call end_task(X, y) with all of them"
                 )
+            learner.advice.how = None if task_ends else HOW + (", or make the classifier with task_free=True" if learner.learner.task_free else "")
             order = np.arange(len(X))
             self._learn(X, y, order)
         if task_ends:

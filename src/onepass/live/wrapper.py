@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
 from onepass.errors import InputError
 from onepass.learners.base import Learner
+from onepass.live.advice import Advice
 from onepass.live.boundaries import check_name, which
 from onepass.live.growth import check_growth, check_head, grow
 from onepass.live.inputs import Examples, X, check_labels, count_outputs, kind_of, read_inputs, read_labels, read_target
@@ -46,10 +46,7 @@ from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
-log = logging.getLogger(__name__)
-
 TARGET = "target"
-PATIENCE = 10_000  # batches of a first task that does not end, after which somebody should be told
 
 
 class OnePass:
@@ -151,6 +148,7 @@ class OnePass:
             self.memory = LiveMemory(self.fleet, self.plan, policy, self.task_free, self._classes_now)
         # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
         self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
+        self.advice = Advice(self)
         self._sample: list[Tensor] = []  # some inputs, to export with
         self.undo: Callable[[], None] | None = None  # what takes growth back, while a batch is learnt
 
@@ -173,11 +171,9 @@ class OnePass:
         if self.examples is None:
             self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
         self.batches += 1
-        if self.memory is not None and not self.task_free and self.segment == 0 and self.batches == PATIENCE:
-            log.warning(
-                "no task has ended in %d batches, so nothing of the past is protected: call end_task(), or wrap with task_free=True", PATIENCE
-            )
         loss = self.fleet.loss_before
+        if self.advice.wanted:
+            self.advice.after(labels, loss)
         self._watch.after(len(labels), loss, time.perf_counter() - began)
         if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
             self.save(self._autosave)
