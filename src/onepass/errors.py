@@ -6,9 +6,36 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+MOST = 1000  # characters of a message: what is wrong and what to do fit, a name of thousands does not
+
 
 class InputError(ValueError):
-    """Something the user gave is wrong; the message says what, and what to do. The command line exits with code 2."""
+    """Something the user gave is wrong; the message says what, and what to do. The command line exits with code 2.
+
+    It is one line, whatever the names in it are.
+
+    >>> print(InputError("cannot write a\\nb: choose another place"))
+    cannot write a\\nb: choose another place
+    """
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message)
+        if not text.isprintable():
+            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        super().__init__(text if len(text) <= MOST else f"{text[: MOST // 2]} … {text[3 - MOST // 2 :]}")
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: short, in one line, and whatever its own `repr` does.
+
+    >>> shown("fast"), shown([0] * 1000)[-10:], shown(10**5000)
+    ("'fast'", '… 0, 0, 0]', 'a value of type int')
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:80]} … {text[-8:]}"
 
 
 class LearntError(RuntimeError):

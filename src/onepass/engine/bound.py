@@ -19,7 +19,7 @@ from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.fleet import Fleet, Output, Steps
 from onepass.engine.gradients import Gradients, Loss, Point
-from onepass.engine.modules import Buffers, apart, check, check_scalar, copied, evaluating, square
+from onepass.engine.modules import Buffers, apart, check, check_scalar, copied, driven, evaluating, in_groups, square
 from onepass.engine.purity import pure
 from onepass.errors import InputError
 from onepass.interrupts import Opened
@@ -50,10 +50,11 @@ class Bound(Fleet):
         head: str | None = None,
     ) -> None:
         device = check(module)
-        super().__init__(lambda: module, [seed], slots, [learning_rate], device=device, head=head)
         self.seed, self.optimizer, self.autocast = seed, optimizer, autocast
+        super().__init__(lambda: module, [seed], slots, [learning_rate], device=device, head=head)
         self.loss: Loss = loss or self.cross_entropy
-        self.learning_rate = self.learning_rate.to(self.theta.dtype).fill_(learning_rate)
+        self.learning_rate = self.learning_rate.to(self.theta.dtype)
+        self.set_rate(learning_rate)
         self.least = 2 if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()) else 1  # examples it can be trained on
         self.keywords: tuple[str, ...] = ()
         self.number = 0  # of the step that comes next: `step`, as the host knows it
@@ -76,6 +77,7 @@ class Bound(Fleet):
         self._others: list[Tensor] = []  # and those on the episodic memory
         self._notes: list[tuple[bool, Tensor]] = []  # what must be finite: is it the batch's own?
         self._idle: set[int] = set()  # trainable parameters that had no gradient in any of them
+        self._length = 0.0  # of the direction of the step
 
     def _bind(self) -> None:
         """Make the module's parameters views of theta."""
@@ -84,10 +86,14 @@ class Bound(Fleet):
         self._views = [apart(view) for view in self.architecture.views(self.theta[0])]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
+        self._reach = math.inf  # no parameter is larger, as far as is known
         self._remember()
 
     def _remember(self) -> None:
-        """How the module looks now, so that a glance tells whether somebody has changed it."""
+        """How the module and the optimizer look now, so that a glance tells whether the user has changed them."""
+        groups = in_groups(self.optimizer)
+        self._driven = driven(groups, self._parameters, self.architecture.frozen)
+        self._groups = groups
         trained = dict(zip(map(id, self._parameters), (place >= self.architecture.frozen for place in range(len(self._parameters))), strict=True))
         self._parts = list(self.architecture.module.modules())
         self._children = [list(part._modules.values()) for part in self._parts]
@@ -97,6 +103,13 @@ class Bound(Fleet):
             for name, p in part._parameters.items()
         ]
         self.gradients = Gradients(self.architecture, "looped", 1)
+
+    def set_rate(self, rate: float) -> None:
+        """Of plain SGD, from the next step on."""
+        if rate > torch.finfo(self.theta.dtype).max:
+            raise InputError(f"the learning rate {rate} is more than {self.theta.dtype} can hold: take a smaller one")
+        self.learning_rate.fill_(rate)
+        self._rate = rate
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -110,6 +123,8 @@ class Bound(Fleet):
             owner.get(name) is parameter and (parameter is None or (parameter.data_ptr() == place and parameter.requires_grad == trained))
             for owner, name, parameter, place, trained in self._owned
         ):
+            if in_groups(self.optimizer) != self._groups:
+                self._remember()
             return
         wanted = zip(self.architecture.names, self._parameters, self.architecture.views(self.theta[0]), strict=True)  # our own may have moved along
         found = dict(self.architecture.module.named_parameters())
@@ -187,6 +202,7 @@ class Bound(Fleet):
             or self.keywords
             or self.autocast is not None
             or self.loss != self.cross_entropy
+            or len(self._driven) < len(self._parameters) - self.architecture.frozen
         ):
             return False
         if self._passes == 1:
@@ -213,19 +229,24 @@ class Bound(Fleet):
                 around.enter_context(self._undone())
             value = self.value(batch, loss)
             check_scalar(value)
-            trained = self._parameters[self.architecture.frozen :]
+            trained = [self._parameters[self.architecture.frozen + number] for number in self._driven]
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
             if training and all(gradient is None for gradient in gradients):
                 raise InputError("the loss does not depend on the module's trainable parameters: compute it from the outputs, without detach()")
         row, (places,) = self.gradients.place(self.theta)
-        used = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+        used = {number: gradient for number, gradient in zip(self._driven, gradients, strict=True) if gradient is not None}
         self._put(used, places[self.architecture.frozen :])
         self._idle -= used.keys()
         return row, value.detach().to(self.theta.dtype if self.theta.element_size() >= 4 else torch.float32).view(1)
 
     def _put(self, gradients: Mapping[int, Tensor], places: Sequence[Tensor]) -> None:
-        if gradients:
-            torch._foreach_copy_([places[number] for number in gradients], list(gradients.values()))  # there may be hundreds
+        try:
+            if gradients:
+                torch._foreach_copy_([places[number] for number in gradients], list(gradients.values()))  # there may be hundreds
+        except (RuntimeError, NotImplementedError):
+            if any(gradient.layout != torch.strided for gradient in gradients.values()):
+                raise InputError("a gradient is sparse, and a direction is dense: look embeddings up with sparse=False") from None
+            raise
         for number, place in enumerate(places):
             if number not in gradients:
                 place.zero_()
@@ -242,6 +263,7 @@ class Bound(Fleet):
                 raise InputError(f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt")
         if not math.isfinite(last):
             raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
+        self._length = math.sqrt(last)
 
     def answer(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
@@ -351,24 +373,37 @@ class Bound(Fleet):
 
     def _take(self, direction: Tensor, before: Tensor | None) -> None:
         """Take the step, or none: an optimizer may do what it likes with the parameters."""
+        if before is None and not self._stays_finite():
+            before = self.theta.clone()
         try:
             self._apply(direction)
-            if before is not None and not math.isfinite(float(square(self.theta))):
-                raise InputError("the optimizer's step leads to parameters that are not finite: take smaller steps; nothing was learnt")
+            if before is not None and not math.isfinite(float(square(self.theta))) and not bool(self.theta.isfinite().all()):
+                raise InputError("this step leads to parameters that are not finite: take smaller steps; nothing was learnt")
         except BaseException:
             if before is not None:
                 self.theta.copy_(before)
             raise
+
+    def _stays_finite(self) -> bool:
+        """Whether the numbers certainly suffice for a step of plain SGD: no parameter moves by more than the whole step is long."""
+        step, most = self._rate * self._length, torch.finfo(self.theta.dtype).max / 2  # half of it is room for rounding
+        for _ in range(2):
+            if self._reach + step < most:
+                self._reach += step
+                return True
+            self._reach = float(self.theta.abs().max())  # this asks the device, once in a long while
+        self._reach = math.inf
+        return False
 
     def _apply(self, direction: Tensor) -> None:
         if self.optimizer is None:
             self._learning.addcmul_(self.learning_rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1)
             return
         places = self.architecture.views(direction[0])
-        frozen = self.architecture.frozen
-        for number, (parameter, place) in enumerate(zip(self._parameters[frozen:], places[frozen:], strict=True)):
+        for number in self._driven:
             # As in a plain loop, an optimizer passes over what had no gradient, unless the method pulls at it.
-            parameter.grad = place if number not in self._idle or bool(place.any()) else None
+            place = places[self.architecture.frozen + number]
+            self._parameters[self.architecture.frozen + number].grad = place if number not in self._idle or bool(place.any()) else None
         try:
             self.optimizer.step()
         finally:
@@ -385,3 +420,4 @@ class Bound(Fleet):
         """Go on from saved `counters()`, with parameters and buffers that are there already."""
         self._generation, self.number = counters["generation"], counters["number"]
         self.step.fill_(self.number)
+        self._reach = math.inf

@@ -12,15 +12,28 @@ from torch import Tensor, nn
 from onepass.errors import InputError
 from onepass.streams.batch import Batch
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+
 
 def check(module: nn.Module) -> torch.device:
     """The device of a module that can be wrapped."""
+    for path, part in module.named_modules():
+        _check_part(part, f"layer '{path}'" if path else "the module")
+    for name, buffer in module.named_buffers():
+        _check_buffer(name, buffer)
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InputError(f"parameter '{name}' has no shape yet: show the module one batch before you wrap it")
-        if not parameter.is_floating_point():
-            raise InputError(f"parameter '{name}' is {parameter.dtype}: parameters must be real floating-point numbers")
+        if computes_itself(parameter):
+            raise InputError(f"parameter '{name}' is a {type(parameter).__name__}: make the module with plain tensors, on one process")
+        if parameter.dtype not in DTYPES:
+            raise InputError(f"parameter '{name}' is {parameter.dtype}: parameters must be real floating-point numbers of 16 to 64 bits")
+        if parameter.layout != torch.strided or parameter.is_nested:
+            raise InputError(f"parameter '{name}' is sparse or nested: parameters must be dense")
+        if parameter.is_inference():
+            raise InputError(f"parameter '{name}' was made in inference mode, where nothing can learn: make the module outside of it")
         if parameter.numel() and not parameter.is_meta and not bool(parameter.isfinite().all()):
             raise InputError(f"parameter '{name}' is not finite: initialise the module before you wrap it")
     if not any(p.requires_grad and p.numel() for p in parameters.values()):
@@ -36,6 +49,50 @@ def check(module: nn.Module) -> torch.device:
     if len(places) > 1:
         raise InputError(f"the module is spread over {' and '.join(sorted(map(str, places)))}: move it to one device")
     return places.pop()
+
+
+def computes_itself(tensor: Tensor) -> bool:
+    """Whether it is of a class that decides itself what is computed, such as a DTensor: it may be a shard, or no numbers at all."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _check_part(part: nn.Module, what: str) -> None:
+    kinds = PARALLEL & {kind.__name__ for kind in type(part).__mro__}
+    for kind in kinds:
+        raise InputError(f"{what} is a {kind}, whose processes or devices would drift apart: wrap the module inside it, on one process")
+    if isinstance(part, torch.jit.ScriptModule):
+        raise InputError(f"{what} is a TorchScript module, which cannot be trained in place: wrap the nn.Module it was made from")
+    if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
+        raise InputError(f"{what} has sparse gradients, and a direction is dense: make it with sparse=False")
+
+
+def _check_buffer(name: str, buffer: Tensor) -> None:
+    if isinstance(buffer, nn.parameter.UninitializedBuffer):
+        raise InputError(f"buffer '{name}' has no shape yet: show the module one batch before you wrap it")
+    if buffer.is_meta:
+        raise InputError(f"buffer '{name}' is on the meta device and has no values: move the module to a real one and initialise it")
+    if buffer.layout != torch.strided or buffer.is_nested or buffer.is_quantized or computes_itself(buffer):
+        raise InputError(f"buffer '{name}' is no plain dense tensor, and could not be saved: make it one, or a plain attribute of the module")
+    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise InputError(f"buffer '{name}' is expanded, so its values cannot be set one by one: register a clone() of it")
+
+
+def in_groups(optimizer: torch.optim.Optimizer | None) -> list[list[int]] | None:
+    """Which parameters an optimizer has, by their identity."""
+    return None if optimizer is None else [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def driven(groups: list[list[int]] | None, parameters: Sequence[nn.Parameter], frozen: int) -> list[int]:
+    """Which of the trainable parameters the optimizer has. The others are not trained, so they have no gradient."""
+    if groups is None:
+        return list(range(len(parameters) - frozen))
+    given = {one for group in groups for one in group}
+    if given - {id(p) for p in parameters}:
+        raise InputError("the optimizer has parameters that are not the module's: make it from module.parameters()")
+    found = [number for number, p in enumerate(parameters[frozen:]) if id(p) in given]
+    if not found:
+        raise InputError("the optimizer has none of the module's trainable parameters: make it from module.parameters()")
+    return found
 
 
 def apart(view: Tensor) -> Tensor:
@@ -80,6 +137,7 @@ class Buffers:
         self._members: dict[torch.dtype, list[Tensor]] = {}
         for _, _, buffer in self._places:
             self._members.setdefault(buffer.dtype, []).append(buffer)
+        self._shapes = {kind: [b.shape for b in buffers] for kind, buffers in self._members.items()}
         # One operation a kind: there are dozens of small buffers.
         self._copies = {kind: torch.cat([b.detach().reshape(-1) for b in buffers]) for kind, buffers in self._members.items()}
 
@@ -87,6 +145,9 @@ class Buffers:
         for owner, name, buffer in self._places:
             owner[name] = buffer
         for kind, buffers in self._members.items():
-            copies = torch.split_with_sizes(self._copies[kind], [b.numel() for b in buffers])
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.detach().copy_(copy.view(buffer.shape))
+            shapes = self._shapes[kind]
+            copies = torch.split_with_sizes(self._copies[kind], [shape.numel() for shape in shapes])
+            for buffer, copy, shape in zip(buffers, copies, shapes, strict=True):
+                if buffer.shape != shape:  # an observer of ranges, say, learns the shape of its statistics from the first batch
+                    buffer.resize_(shape)
+                buffer.detach().copy_(copy.view(shape))

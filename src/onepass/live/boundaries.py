@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from onepass.errors import InputError, unknown
-from onepass.live.settings import Name
+from onepass.live.settings import Name, check_named
 
 if TYPE_CHECKING:
     from onepass.live.wrapper import OnePass
@@ -35,7 +35,6 @@ def which(owner: OnePass, task: Name | None) -> tuple[Name | None, bool]:
 
 def check_name(task: object, declared: Collection[Name]) -> None:
     """Raise unless it names a task, one of those that were declared, if any were."""
-    if isinstance(task, bool) or not isinstance(task, (int, str)):
-        raise InputError(f"a task is named by a whole number or a string, got {type(task).__name__}")
+    check_named(task)
     if declared and task not in declared:
         raise unknown("task", str(task), map(str, declared))

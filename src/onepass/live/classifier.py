@@ -33,6 +33,7 @@ OWN = ("method", "learning_rate", "memory", "task_free")  # settings of OnePass 
 DECIDED = ("module", "optimizer", "loss", "tasks", "seed")  # and those that a classifier leaves no choice of
 AT_ONCE = 1024  # rows in one forward pass
 LEARNT = ("learner_", "classes_", "_outputs", "_view", "n_features_in_", "feature_names_in_")  # what `fit` makes
+HOW = "call partial_fit with task_ends=True for the last rows of a task"
 
 
 class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -113,6 +114,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         fresh.__dict__ = {name: value for name, value in self.__dict__.items() if name not in LEARNT}
         X, y = fresh._read(X, y)
         learner = fresh._admit(np.unique(y), y)
+        learner.advice.how = None  # the task ends below
         order = Source([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
         fresh._learn(X, y, order)
         if not learner.task_free:
@@ -133,6 +135,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise InputError(
                     f"{learner.method} looks at a task's data a second time, and these rows are only its end: call end_task(X, y) with all of them"
                 )
+            learner.advice.how = None if task_ends else HOW + (", or make the classifier with task_free=True" if learner.learner.task_free else "")
             order = np.arange(len(X))
             self._learn(X, y, order)
         if task_ends:

@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 
 from onepass.engine.bound import Bound
 from onepass.engine.fleet import Carry
-from onepass.errors import InputError
+from onepass.errors import InputError, shown
 
 
 def check_head(module: nn.Module, grow: bool | str) -> str:
     """The name of the linear layer that is to grow: the given one, or the last."""
+    if not isinstance(grow, (bool, str)):
+        raise InputError(f"grow must be True or the name of a layer, got {shown(grow)}")
     linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if not linear:
         raise InputError("the module has no nn.Linear layer that could grow: classes can only appear where the last layer is one")
     name = list(linear)[-1] if grow is True else str(grow)
-    if not isinstance(grow, (bool, str)):
-        raise InputError(f"grow must be True or the name of a layer, got {grow!r}")
     if name not in linear:
         raise InputError(f"the module has no nn.Linear layer '{name}' to grow: choose one of {', '.join(linear)}")
     head = linear[name]
@@ -33,11 +33,15 @@ def check_head(module: nn.Module, grow: bool | str) -> str:
     return name
 
 
-def check_growth(module: nn.Module, name: str | None, outputs: int | None, needed: int) -> str:
+def check_growth(module: nn.Module, name: str | None, outputs: int | None, needed: int, optimizer: Optimizer | None) -> str:
     """The name of the head, if it is what gives the module its outputs."""
     if name is None:
         raise InputError(f"the tasks have classes up to {needed - 1}, and the module {outputs} outputs: give it more, or wrap it with grow=True")
-    width = cast(nn.Linear, module.get_submodule(name)).out_features
+    head = cast(nn.Linear, module.get_submodule(name))
+    driven = {id(p) for group in ([] if optimizer is None else optimizer.param_groups) for p in group["params"]}
+    if optimizer is not None and not all(id(p) in driven for p in head.parameters()):
+        raise InputError(f"layer '{name}' would grow, and the optimizer does not have it: add the layer's parameters to the optimizer")
+    width = head.out_features
     if width != outputs:
         raise InputError(f"layer '{name}' has {width} outputs and the module {outputs}, so it is not the last one: name that with grow='…'")
     return name
@@ -61,6 +65,9 @@ def grow(fleet: Bound, name: str, outputs: int) -> tuple[Carry, Callable[[], Non
         fresh = nn.Linear(head.in_features, outputs, head.bias is not None, device="cpu", dtype=head.weight.dtype).to(head.weight.device)
         head.weight, head.bias = fresh.weight, fresh.bias
         head.out_features = outputs
+        for key, old in before.items():
+            if optimizer is not None and old is not None:  # before the fleet looks which parameters the optimizer has
+                _replace(optimizer, old, head._parameters[key])
         return module
 
     def undo() -> None:
@@ -73,12 +80,7 @@ def grow(fleet: Bound, name: str, outputs: int) -> tuple[Carry, Callable[[], Non
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
 
-    carry = fleet.rebuild(enlarged)
-    if optimizer is not None:
-        for key, old in before.items():
-            if old is not None:
-                _replace(optimizer, old, head._parameters[key])
-    return carry, undo
+    return fleet.rebuild(enlarged), undo
 
 
 def _replace(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None) -> None:

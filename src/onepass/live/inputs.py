@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepass.errors import InputError
+from onepass.errors import InputError, first_line
 
 X = Any  # a tensor or array; several as a tuple or list; or a mapping from names of `forward` to them
 Kind = tuple[torch.dtype, tuple[int, ...]]
+KEPT = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+LABELS = KEPT | {torch.uint16, torch.uint32, torch.uint64}  # which become int64
 THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 
@@ -33,7 +35,10 @@ def read_inputs(x: X, like: Examples | None) -> tuple[list[Tensor], tuple[str, .
         keywords = like.keywords if like is not None and like.keywords else tuple(x)
         if set(keywords) != set(x) or not all(isinstance(name, str) for name in x):
             raise InputError(f"x has the inputs {_names(x)}, and this stream's examples have {_names(keywords)}: give the same ones every time")
-        values = [x[name] for name in keywords]
+        try:
+            values = [x[name] for name in keywords]
+        except Exception as reason:
+            raise InputError(f"the inputs of x cannot be read ({first_line(reason)}): give a dictionary of tensors") from reason
     else:
         values = list(x) if isinstance(x, (tuple, list)) else [x]
     if not values:
@@ -52,26 +57,45 @@ def read_inputs(x: X, like: Examples | None) -> tuple[list[Tensor], tuple[str, .
     return tensors, keywords
 
 
-def read(value: object, name: str) -> Tensor:
+def read(value: object, name: str, dtypes: Collection[torch.dtype] = KEPT) -> Tensor:
     """A tensor that can be a batch."""
     if isinstance(value, np.ndarray):
+        if np.ma.is_masked(value):
+            raise InputError(f"{name} is a masked array, and its mask would be lost: fill in or drop what is masked")
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))
         except (TypeError, ValueError):
             raise InputError(f"{name} is an array of {value.dtype}: convert it to numbers that torch knows") from None
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor or a NumPy array, got {type(value).__name__}")
+    if type(value) is not Tensor:
+        value = _plain(value, name)
     if value.is_meta:
         raise InputError(f"{name} is on the meta device and has no values: give real ones")
-    if value.layout != torch.strided or value.is_complex():
-        raise InputError(f"{name} is {'complex' if value.is_complex() else 'sparse'}: convert it to a dense tensor of real numbers")
+    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_complex():
+        raise InputError(f"{name} is {_kind(value)}: convert it to a dense tensor of real numbers")
+    if value.dtype not in dtypes:
+        raise InputError(f"{name} is {value.dtype}, which torch can hardly compute with: convert it, to float32 or int64 say")
     if value.dim() == 0:
         raise InputError(f"{name} is a single number: the first dimension must be the examples of the batch")
     if len(value) == 0:
         raise InputError(f"{name} is an empty batch: there is nothing to learn from it")
     if value.is_floating_point() and not _finite(value):
         raise InputError(f"{name} has values that are not finite (NaN or infinity): clean or drop these examples")
-    return value.detach()
+    return (value.clone() if value.is_inference() else value).detach()  # autograd cannot keep what was made in inference mode
+
+
+def _plain(value: Tensor, name: str) -> Tensor:
+    """A tensor of a class of its own as a plain one, if it holds its values itself."""
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise InputError(f"{name} is a {type(value).__name__}: convert it to a plain tensor")
+    return value.detach().as_subclass(Tensor)
+
+
+def _kind(value: Tensor) -> str:
+    if value.is_nested or value.is_quantized or value.is_complex():
+        return "nested" if value.is_nested else "quantized" if value.is_quantized else "complex"
+    return "sparse" if "sparse" in str(value.layout) else str(value.layout)
 
 
 def check(tensor: Tensor, kind: Kind, name: str) -> None:
@@ -98,7 +122,7 @@ def read_target(y: object, examples: int, like: Examples | None) -> Tensor:
 
 def read_labels(y: object, examples: int) -> tuple[list[int], Tensor]:
     """Class labels as whole numbers from 0, for the host and as a tensor."""
-    target = read(y, "y")
+    target = read(y, "y", LABELS)
     if target.is_floating_point() or target.dtype == torch.bool or target.dim() != 1:
         found = f"{target.dtype} of shape {list(target.shape)}"
         raise InputError(f"y must be one whole number a class, from 0, for each example, got {found}: for other targets give a loss of your own")
@@ -138,8 +162,6 @@ def _same_length(first: Tensor, other: Tensor, name: str, other_name: str) -> No
 
 def _finite(value: Tensor) -> bool:
     # A sum is one pass and cheap; only where it overflows is every value looked at.
-    if value.dtype.itemsize == 1:  # eight bits: torch cannot add them up
-        value = value.float()
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 

@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 
 from onepass.errors import InputError
 
+UNABLE = {
+    "SparseAdam": "takes sparse gradients only, and a direction is dense",
+    "ZeroRedundancyOptimizer": "works on several processes, which would drift apart",
+    "DistributedOptimizer": "works on several processes, which would drift apart",
+}
+
 
 def check_optimizer(optimizer: Optimizer | None, module: nn.Module) -> None:
     """Raise unless it can drive this module."""
@@ -19,6 +25,8 @@ def check_optimizer(optimizer: Optimizer | None, module: nn.Module) -> None:
         return
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"the optimizer must be a torch.optim.Optimizer over the module's parameters, got {type(optimizer).__name__}")
+    if type(optimizer).__name__ in UNABLE:
+        raise InputError(f"{type(optimizer).__name__} {UNABLE[type(optimizer).__name__]}: choose another optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.errors import InputError, first_line, unknown
+from onepass.errors import InputError, first_line, shown, unknown
 from onepass.files import check_writable
 from onepass.learners import METHODS, method
 from onepass.learners.base import Learner
@@ -23,6 +25,12 @@ Name = int | str
 Tasks = Sequence[Sequence[int]] | Mapping[Name, Sequence[int]]
 OwnLoss = Callable[[Any, Tensor], Tensor]
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+CLASSES = 2**20  # that tasks may declare at most: every class up to the highest one takes memory
+
+
+def check_module(module: object, place: str = "first") -> None:
+    if not isinstance(module, nn.Module):
+        raise InputError(f"the {place} argument must be an nn.Module, got {type(module).__name__}")
 
 
 def read_method(name: str) -> type[Learner]:
@@ -44,7 +52,7 @@ def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float]
     for key, values in learner.hyperparameters.items():
         value = given.get(key, values[(len(values) - 1) // 2])
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-            raise InputError(f"{key} must be a number from 0, and below 1e12, got {value!r}")
+            raise InputError(f"{key} must be a number from 0, and below 1e12, got {shown(value)}")
         columns[key] = float(value)
     options = {}
     for key, value in given.items():
@@ -63,9 +71,7 @@ def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float]
 def _option(key: str, value: Any, kind: Any) -> Any:
     """A value for an option of this kind: a whole number counts something, so it is at least 1, and no number is negative."""
     if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise unknown(key, str(value), get_args(kind))
-        return value
+        return read_choice(key, value, get_args(kind))
     whole = isinstance(value, int) and not isinstance(value, bool)
     possible = {
         bool: isinstance(value, bool),
@@ -74,8 +80,26 @@ def _option(key: str, value: Any, kind: Any) -> Any:
     }
     if not possible.get(kind, False):
         wanted = {bool: "True or False", int: "a whole number, at least 1", float: "a number from 0"}.get(kind, str(kind))
-        raise InputError(f"{key} must be {wanted}, got {value!r}")
+        raise InputError(f"{key} must be {wanted}, got {shown(value)}")
     return float(value) if kind is float else value
+
+
+def read_choice(what: str, value: object, valid: Iterable[str]) -> str:
+    """One of some names."""
+    if not isinstance(value, str) or value not in valid:
+        raise unknown(what, value if isinstance(value, str) else shown(value), valid)
+    return value
+
+
+def read_loss(loss: object) -> bool:
+    """Whether it is the cross-entropy of class labels; else it must be a function."""
+    return not callable(loss) and read_choice("loss", loss, ["cross-entropy"]) == "cross-entropy"
+
+
+def read_flag(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):  # a word such as "no" would count as true
+        raise InputError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
 
 
 def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
@@ -84,7 +108,7 @@ def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float
     if rate is None:
         return 0.0
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1e-30 < rate < 1e6:
-        raise InputError(f"the learning rate must be a number above 0, and below a million, got {rate!r}")
+        raise InputError(f"the learning rate must be a number above 0, and below a million, got {shown(rate)}")
     return float(rate)
 
 
@@ -95,17 +119,29 @@ def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
     try:
         named: dict[Any, Any] = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
         table = {name: tuple(operator.index(c) for c in classes) for name, classes in named.items()}
+        if any(c >= CLASSES for classes in table.values() for c in classes):
+            raise InputError(f"tasks have a class beyond {CLASSES - 1}: number the classes densely, from 0")
     except TypeError:
         raise wrong from None
     if not table or not all(classes and min(classes) >= 0 and len(set(classes)) == len(classes) for classes in table.values()):
         raise wrong
-    if any(isinstance(name, bool) or not isinstance(name, (int, str)) for name in table):
-        raise InputError("tasks are named by whole numbers or strings")
+    for name in table:
+        check_named(name)
     for one in table.values():
         for other in table.values():
             if set(one) & set(other) and one != other:
-                raise InputError(f"tasks with the classes {one} and {other} overlap in part: two tasks have the same outputs or none in common")
+                raise InputError(
+                    f"tasks with the classes {shown(one)} and {shown(other)} overlap in part: two tasks have the same outputs or none in common"
+                )
     return table
+
+
+def check_named(task: object) -> None:
+    """Raise unless it can name a task."""
+    if isinstance(task, bool) or not isinstance(task, (int, str)):
+        raise InputError(f"a task is named by a whole number or a string, got {type(task).__name__}")
+    if isinstance(task, int) and not -(2**63) <= task < 2**63:
+        raise InputError("a task is named by a number beyond 64 bits: choose a smaller number, or a string")
 
 
 def check_method(name: str, options: Any, plan: Memory, classifies: bool, task_free: bool, tasks: Mapping[Name, tuple[int, ...]]) -> None:
@@ -131,16 +167,29 @@ def check_whole(**numbers: object) -> None:
     for name, value in numbers.items():
         least = -(2**63) if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise InputError(f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {value!r}")
+            raise InputError(f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {shown(value)}")
 
 
-def read_path(path: str | Path | None) -> Path | None:
+def read_path(path: object, what: str) -> Path:
+    """The path of a file, which need not be there."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(name, str):
+        raise InputError(f"{what} must be the path of a file, got {type(path).__name__}")
+    if not name:
+        raise InputError(f"{what} is empty: give the path of a file")
+    try:
+        Path(name).resolve()
+    except (OSError, RuntimeError, ValueError) as reason:  # a loop of links, or a character that no name can have
+        raise InputError(f"{what} cannot be {shown(name)} ({first_line(reason)}): choose another place") from None
+    return Path(name)
+
+
+def read_autosave(path: object) -> Path | None:
     if path is None:
         return None
-    if not isinstance(path, (str, Path)):
-        raise InputError(f"autosave must be the path of a file, got {type(path).__name__}")
-    check_writable(Path(path))
-    return Path(path)
+    found = read_path(path, "autosave")
+    check_writable(found)
+    return found
 
 
 @contextmanager

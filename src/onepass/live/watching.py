@@ -32,7 +32,8 @@ class Watch:
     """
 
     def __init__(self, owner: OnePass, watch: Callback | Sequence[Callback], every: int) -> None:
-        self._callbacks = [watch] if callable(watch) else list(watch) if isinstance(watch, Sequence) else [watch]
+        several = isinstance(watch, Sequence) and not isinstance(watch, (str, bytes))
+        self._callbacks: list[Any] = list(watch) if several and not callable(watch) else [watch]
         for callback in self._callbacks:
             if not callable(callback):
                 raise InputError(f"watch must be a function of a dictionary, or several, got {type(callback).__name__}")

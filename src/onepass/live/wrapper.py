@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ from torch.optim import Optimizer
 
 from onepass.engine.bound import INPUT, Bound
 from onepass.engine.gradients import Loss
-from onepass.errors import InputError, already, unknown
+from onepass.errors import InputError, already
 from onepass.interrupts import Opened
 from onepass.learners.base import Learner
+from onepass.live.advice import Advice
 from onepass.live.boundaries import check_name, which
 from onepass.live.exclusive import Exclusive
 from onepass.live.growth import check_growth, check_head, grow
@@ -30,8 +30,13 @@ from onepass.live.settings import (
     OwnLoss,
     Tasks,
     check_method,
+    check_module,
     check_whole,
+    read_autosave,
+    read_choice,
+    read_flag,
     read_learning_rate,
+    read_loss,
     read_method,
     read_path,
     read_settings,
@@ -43,10 +48,7 @@ from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
-log = logging.getLogger(__name__)
-
 TARGET = "target"
-PATIENCE = 10_000  # batches of a first task that does not end, after which somebody should be told
 
 
 class OnePass:
@@ -98,30 +100,26 @@ class OnePass:
         autosave_every: int = 1,
         **settings: Any,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise InputError(f"the first argument must be an nn.Module, got {type(module).__name__}")
+        check_module(module)
         self.module, self.method = module, method
         self._rate = read_learning_rate(learning_rate, optimizer)
         learner_type = read_method(method)
         self._columns, self._options = read_settings(method, settings)
-        self.classifies = loss == "cross-entropy"
-        if not self.classifies and not callable(loss):
-            raise unknown("loss", str(loss), ["cross-entropy"])
-        if precision not in PRECISIONS:
-            raise unknown("precision", str(precision), PRECISIONS)
+        self.classifies = read_loss(loss)
+        self._precision = read_choice("precision", precision, PRECISIONS)
         self._tasks = read_tasks(tasks)
         check_whole(seed=seed, watch_every=watch_every, autosave_every=autosave_every)
-        self.task_free, self._seed, self._precision = bool(task_free), seed, precision
+        self.task_free, self._seed = read_flag("task_free", task_free), seed
         self.plan = Memory() if memory is None else memory
         if not isinstance(self.plan, Memory):
             raise InputError(f"the memory must be described by onepass.Memory, got {type(memory).__name__}")
-        check_method(method, self._options, self.plan, self.classifies, task_free, self._tasks)
+        check_method(method, self._options, self.plan, self.classifies, self.task_free, self._tasks)
         check_optimizer(optimizer, module)
         self.head = check_head(module, grow) if grow is not False else None
         if self.head is not None and not self.classifies:
             raise InputError("only classes can grow the head: leave grow out with a loss of your own")
         self._watch = Watch(self, watch, watch_every)
-        self._autosave, self._autosave_every = read_path(autosave), autosave_every
+        self._autosave, self._autosave_every = read_autosave(autosave), autosave_every
         self._alone = Exclusive()
         with self._alone:
             originals = [(p, p.data) for p in module.parameters()]
@@ -155,6 +153,7 @@ class OnePass:
             self.memory = LiveMemory(self.fleet, self.plan, policy, self.task_free, self._classes_now)
         # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
         self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
+        self.advice = Advice(self)
         self._sample: list[Tensor] = []  # some inputs, to export with
         self.undo: Callable[[], None] | None = None  # what takes growth back, while a batch is learnt
 
@@ -182,11 +181,9 @@ class OnePass:
             if self.examples is None:
                 self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
             self.batches += 1
-            if self.memory is not None and not self.task_free and self.segment == 0 and self.batches == PATIENCE:
-                log.warning(
-                    "no task has ended in %d batches, so nothing of the past is protected: call end_task(), or wrap with task_free=True", PATIENCE
-                )
             loss = self.fleet.loss_before
+            if self.advice.wanted:
+                self.advice.after(labels, loss)
             with already("the batch was learnt"):
                 try:
                     self._watch.after(len(labels), loss, time.perf_counter() - began)
@@ -272,7 +269,7 @@ class OnePass:
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
-        with Opened():
+        with Opened(), refusing("the data to look at again cannot be read", "the task has not ended"):
             given = list(again) if isinstance(again, Iterable) else [again]
         for pair in given:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -287,7 +284,7 @@ class OnePass:
 
     def _grow(self, outputs: int) -> None:
         """Enlarge the head."""
-        head, before = check_growth(self.module, self.head, self.outputs, outputs), self.fleet.theta.shape[1]
+        head, before = check_growth(self.module, self.head, self.outputs, outputs, self.fleet.optimizer), self.fleet.theta.shape[1]
         carry, self.undo = grow(self.fleet, head, outputs)
         self.learner.resize(before, carry)
         self.outputs = outputs
@@ -337,8 +334,8 @@ class OnePass:
         if self.fleet.optimizer is not None:
             raise InputError("the learning rate is the optimizer's: set it there")
         with self._alone:
-            self._rate = read_learning_rate(rate, None)
-            self.fleet.learning_rate.fill_(self._rate)
+            self.fleet.set_rate(read_learning_rate(rate, None))
+            self._rate = float(rate)
 
     @property
     def steps(self) -> int:
@@ -363,7 +360,7 @@ class OnePass:
         from onepass.live.saving import save
 
         with self._alone:
-            save(self, Path(path))
+            save(self, read_path(path, "the path"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InputError("a learner cannot be copied or pickled: save it, and load the file with a copy of the module")
@@ -374,7 +371,8 @@ class OnePass:
         module's parameters, `watch`, `autosave`) is given again. Learning goes on bit-identically on the same CPU."""
         from onepass.live.saving import load
 
-        return load(Path(path), module, settings)
+        check_module(module, "second")
+        return load(read_path(path, "the path"), module, settings)
 
     def export(self, path: str | Path) -> None:
         """The current model in evaluation mode by `torch.export` (ONNX where the path ends in .onnx); learning may go on."""
@@ -384,7 +382,7 @@ class OnePass:
             self.fleet.intact()
             if self.examples is None:
                 raise InputError("there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known")
-            export(self.module, self._sample, self.examples.keywords, Path(path))
+            export(self.module, self._sample, self.examples.keywords, read_path(path, "the path"))
 
     # ---- reading
 

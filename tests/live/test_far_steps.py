@@ -1,0 +1,91 @@
+"""A step beyond the numbers that there are is refused, and one within them is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from live_bad import CLASSES, batch, refused
+from onepass import InputError, OnePass
+from toys import FEATURES
+
+KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def pulling(slope: float, start: float) -> nn.Module:
+    """Each weight has this gradient, and the output is zero."""
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), start, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ((self.weight - self.weight.detach()) * slope).sum() + 0 * x.sum()
+
+    return Weight()
+
+
+def learner_of(kind: torch.dtype, method: str, slope: float, rate: float, start: float = 0.0) -> tuple[OnePass, Tensor]:
+    module = pulling(slope, start).to(kind)
+    return OnePass(module, method, learning_rate=rate, loss=lambda outputs, y: outputs), torch.ones(4, 1, dtype=kind)
+
+
+@pytest.mark.parametrize("method", ["van", "a-gem", "er", "mega-1", "pi", "rwalk"])
+def test_a_step_of_half_precision_to_infinity_is_refused_and_leaves_no_trace(method: str) -> None:
+    learner, one = learner_of(torch.float16, method, 100.0, 1.0)
+    learner.observe(one, one)
+    learner.learning_rate = 700.0
+    with refused(learner, "this step leads to parameters that are not finite", "nothing was learnt"):
+        learner.observe(one, one)
+    learner.learning_rate = 1.0
+    learner.observe(one, one)
+    assert learner.steps == 2
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_last_number_can_be_reached_and_not_passed(kind: torch.dtype, optimizer: bool) -> None:
+    most = torch.finfo(kind).max
+    for slope, rate, fits in ((1.0, 1.0, True), (most / 1e4 if kind == torch.float16 else 1e18, 1e4, kind != torch.float16)):
+        learner, one = learner_of(kind, "van", slope, rate, -most)
+        if optimizer:
+            learner = OnePass(learner.module, "van", optimizer=torch.optim.SGD(learner.module.parameters(), lr=rate), loss=lambda o, y: o)
+        if fits:
+            learner.observe(one, one)
+            assert bool(learner.fleet.theta.isfinite().all())
+        else:
+            with refused(learner, "not finite"):
+                learner.observe(one, one)
+
+
+def test_half_precision_that_accumulates_is_refused_at_its_end() -> None:
+    learner, one = learner_of(torch.float16, "van", 100.0, 50.0)
+    steps = 0
+    with pytest.raises(InputError, match="not finite"):  # noqa: PT012 - it is counted
+        for _ in range(100):
+            learner.observe(one, one)
+            steps += 1
+    assert steps == 13  # 13 · 5000 = 65000, and 65504 is the largest number
+    assert bool(learner.fleet.theta.isfinite().all())
+
+
+def test_the_device_is_asked_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = OnePass(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.GELU()), "van", learning_rate=0.1)
+    asked = []
+    original = Tensor.abs
+    monkeypatch.setattr(Tensor, "abs", lambda self: (asked.append(1), original(self))[1])
+    for seed in range(20):
+        learner.observe(*batch(seed=seed))
+    assert len(asked) == 1
+
+
+def test_a_learning_rate_beyond_the_kind_of_number_is_refused() -> None:
+    module = nn.Linear(FEATURES, CLASSES).half()
+    with pytest.raises(InputError, match=r"more than torch\.float16 can hold"):
+        OnePass(module, learning_rate=1e5)
+    learner = OnePass(module, learning_rate=1e4)
+    with refused(learner, "more than torch.float16 can hold"):
+        learner.learning_rate = 1e5
+    assert learner.learning_rate == 1e4
