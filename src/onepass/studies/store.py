@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 
 from onepass.files import cannot_write, canonical, digest, write
 from onepass.metrics import Array, Record
-from onepass.studies.database import FILE, DamagedError, damaged, ordered, put, reading, refusing, rows, writing
+from onepass.studies.database import FILE, DamagedError, Guard, damaged, ordered, put, reading, refusing, rows, writing
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def fleet_name(units: Sequence[str]) -> str:
 class Store:
     """A study's results in a folder. `Store.write_to` opens it for the driving process, `Store.read` for anybody."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, folder: Path, connection: sqlite3.Connection, guard: Guard | None = None) -> None:
         self.folder = folder
-        self._connection = connection
+        self._connection, self._guard = connection, guard
         self._arrays: dict[str, dict[str, NDArray[Any]]] = {}
         self.contents = self._load()
 
@@ -121,8 +121,8 @@ class Store:
     @contextmanager
     def write_to(cls, folder: Path, create: Mapping[str, Any] | None = None) -> Iterator[Store]:
         """Open a study for writing, which one process at a time may do; a folder without one becomes one with the contents `create`."""
-        with writing(folder, create) as connection:
-            yield cls(folder, connection)
+        with writing(folder, create) as opened:
+            yield cls(folder, opened.connection, opened.guard)
 
     @classmethod
     @contextmanager
@@ -302,12 +302,14 @@ class Store:
 
     @contextmanager
     def _change(self) -> Iterator[Contents]:
-        """One transaction; the contents in memory change only if it succeeds."""
+        """One transaction; the contents in memory change only if it succeeds. Rows are counted in the database."""
+        if self._guard is None:
+            raise TypeError("this store is open for reading")
         changed = Contents(dict(self.contents.study), dict(self.contents.entries), dict(self.contents.records))
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._guard.begin()
             yield changed
-            counts = {"units": len(changed.entries), "records": len(changed.records)}
+            counts = {table: self._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("units", "records")}
             if counts != changed.study["counts"]:
                 changed.study["counts"] = counts
                 put(self._connection, "study", ("counts", canonical(counts)))
@@ -319,6 +321,7 @@ class Store:
             self._roll_back()
             raise
         self.contents = changed
+        self._guard.check()
 
     def _roll_back(self) -> None:
         with suppress(sqlite3.Error):
