@@ -103,12 +103,12 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_with_other_names_are_never_taken_for_leftovers(tmp_path: Path) -> None:
-    mine = [tmp_path / name for name in (".partial-x", ".onepass-partial-notes", f".onepass-partial-{'0' * 17}", "saved")]
+    mine = [tmp_path / name for name in (".partial-x", ".onepass-partial-notes", f".onepass-partial-{'0' * 16}", "saved")]
     for path in mine:
         path.write_bytes(b"mine")
         files.remove_if_abandoned(path)
         assert path.read_bytes() == b"mine"
-    link = tmp_path / f".onepass-partial-{'0' * 16}"
+    link = tmp_path / files.temporary_name("saved")
     link.symlink_to(mine[0])
     files.remove_if_abandoned(link)
     assert link.is_symlink()

@@ -104,7 +104,7 @@ def _begin(path: Path, mode: int) -> tuple[int, Path]:
     Its name depends on the target and this machine, so what a killed process has left there is found without listing the folder, and removed.
     While a file is being written it is locked: another process that writes to the same target takes a random name.
     """
-    name = TEMPORARY + digest(f"{platform.node()}/{path.name}")[:16]
+    name = temporary_name(path.name)
     first, second = path.with_name(name), path.with_name(f"{name}-{secrets.token_hex(8)}")
     remove_if_abandoned(first)
     with suppress(FileExistsError):
@@ -122,13 +122,18 @@ def _begin(path: Path, mode: int) -> tuple[int, Path]:
     return _create(second, mode), second
 
 
+def temporary_name(name: str) -> str:
+    """How an unfinished file is called: by this machine, whose locks say whether its process has ended, and by its target."""
+    return f"{TEMPORARY}{digest(platform.node())[:8]}{digest(name)[:8]}"
+
+
 def _create(path: Path, mode: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def remove_if_abandoned(path: Path) -> None:
     """Remove an unfinished file of onepass whose process has ended; where that is not known, it stays."""
-    if not _UNFINISHED.fullmatch(path.name):
+    if not _UNFINISHED.fullmatch(path.name) or not path.name.startswith(temporary_name("")[:-8]):
         return
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

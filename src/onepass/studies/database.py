@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onepass.errors import InputError
-from onepass.files import TEMPORARY, StorageError, canonical, check_writable, digest, make_folder, remove_if_abandoned, resolved, write
+from onepass.files import TEMPORARY, StorageError, canonical, check_writable, digest, make_folder, remove_if_abandoned, resolved, temporary_name, write
 from onepass.studies.locking import LOCK, held, running
 from onepass.studies.recovery import DamagedError, left, recovered
 
@@ -112,7 +112,12 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
             with refusing(path):
                 _begin_writing(connection)
                 guard = Guard(path, connection)
-            yield Writing(connection, guard)
+            try:
+                yield Writing(connection, guard)
+            except BaseException:
+                with suppress(InputError):  # what ended the study is said, not this
+                    guard.check()
+                raise
             guard.check()
 
 
@@ -171,10 +176,11 @@ def _check_what_was_left(path: Path) -> None:
 
 def _results(connection: sqlite3.Connection) -> set[tuple[str, str]]:
     """Unit and arrays of every record; raises for a damaged store."""
+    _check(connection)
     counts = {key: json.loads(value) for key, value in rows(connection, "study")}["counts"]
     found = {(row[0], row[1]) for row in rows(connection, "records")}
-    if len(found) != counts["records"]:
-        raise DamagedError("records are missing")
+    if counts != {"units": len(list(rows(connection, "units"))), "records": len(found)}:
+        raise DamagedError("rows are missing")
     return found
 
 
@@ -239,7 +245,7 @@ def _create(path: Path, folder: Path, create: Mapping[str, Any] | None) -> None:
     results = sum(bool(ARRAYS.fullmatch(file.name)) for file in (folder / "arrays").iterdir())
     if create is None or results:
         raise DamagedError("it is empty" + (f", though arrays/ holds {results} files of results" if results else ""))
-    temporary = path.with_name(TEMPORARY + secrets.token_hex(8))
+    temporary = path.with_name(f"{temporary_name(path.name)}-{secrets.token_hex(8)}")
     try:
         with closing(_connect(f"{temporary.absolute().as_uri()}?mode=rwc")) as connection:
             connection.execute("PRAGMA synchronous = FULL")
@@ -265,7 +271,7 @@ def _name(temporary: Path, path: Path) -> None:
     """Give a file its name, which no other file may have."""
     try:
         os.link(temporary, path)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # it was quicker, and removed what is not its own, since locks do not reach it
         raise InputError(f"another process is working on the study in {path.parent}: wait for it, or choose another folder") from None
     except OSError:  # a file system without hard links
         os.rename(temporary, path)

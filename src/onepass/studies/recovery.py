@@ -42,14 +42,14 @@ def recovered(path: Path, folder: Path, results: Results) -> Path:
     with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # this applies it
         found = _sound(results, connection)
-    journal, log = (path.with_name(path.name + end) for end in (JOURNAL, LOG))
-    if journal in left(path) and before - _counter(copy) not in (0, 1):
-        raise DamagedError(f"{journal.name} beside it is of another state of the study: move it away")
-    if log in left(path):
+    names, journal = " and ".join(beside.name for beside in left(path)), path.with_name(path.name + JOURNAL)
+    if found is None or (journal in left(path) and before - _counter(copy) not in (0, 1)):
+        raise DamagedError(f"{names} beside it is of another state of the study, or damaged: move it away")
+    if journal not in left(path):  # a log only adds, a journal may take back what was not finished
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as alone:
-            hidden = (_sound(results, alone) or set()) - (found or set())
+            hidden = (_sound(results, alone) or set()) - found
         if hidden:
-            raise DamagedError(f"{log.name} beside it is older than it and would hide {len(hidden)} results: move it away")
+            raise DamagedError(f"{names} beside it is older than it and would hide {len(hidden)} results: move it away")
     return copy
 
 
