@@ -178,11 +178,16 @@ def test_a_file_that_is_removed_while_the_study_runs_is_put_back(when: str, tmp_
 
 def test_a_file_that_is_replaced_while_the_study_runs_stays_and_ours_is_saved_beside_it(tmp_path: Path) -> None:
     other = fill(tmp_path / "other")
-    with pytest.raises(InputError, match=r"saved as .*study.sqlite.kept"), study(tmp_path / "ours") as opened:
-        opened.plan([RUNS])
-        shutil.copy(other / FILE, tmp_path / "new")
-        os.replace(tmp_path / "new", tmp_path / "ours" / FILE)
-        opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
+
+    def run() -> None:
+        with study(tmp_path / "ours") as opened:
+            opened.plan([RUNS])
+            shutil.copy(other / FILE, tmp_path / "new")
+            os.replace(tmp_path / "new", tmp_path / "ours" / FILE)
+            opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
+
+    with pytest.raises(InputError, match=r"saved as .*study.sqlite.kept"):
+        run()
     assert (tmp_path / "ours" / FILE).read_bytes() == (other / FILE).read_bytes()
     os.replace(tmp_path / "ours" / f"{FILE}.kept", tmp_path / "ours" / FILE)
     assert records(tmp_path / "ours") == 2

@@ -20,7 +20,9 @@ from safetensors import SafetensorError
 
 from onepass.files import TEMPORARY, canonical, digest, make_folder, remove_if_abandoned, write
 from onepass.protocol import Snapshot
+from onepass.studies import schema
 from onepass.studies.database import FLEET
+from onepass.studies.recovery import DamagedError
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,9 @@ class Checkpoints:
             checksum = about.pop("checksum")
             if checksum != digest(canonical(about)):
                 raise RefusedError("it was altered")
+            schema.check(schema.Checkpoint, path.name, about)
+        except DamagedError as reason:
+            raise RefusedError(str(reason)) from None
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as reason:
             raise RefusedError(f"{path.name} is damaged ({type(reason).__name__})") from None
         if about["format"] != FORMAT:
@@ -117,7 +122,7 @@ class Checkpoints:
             raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
         try:
             return Snapshot(about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"])
-        except SafetensorError as reason:  # its hash is right, so another version wrote it
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:  # its hash is right
             raise RefusedError(f"its tensors cannot be read ({reason})") from None
 
 

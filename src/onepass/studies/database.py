@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from onepass.errors import InputError
-from onepass.files import TEMPORARY, StorageError, canonical, check_writable, digest, make_folder, remove_if_abandoned, resolved, temporary_name, write
+from onepass.files import (
+    TEMPORARY,
+    StorageError,
+    canonical,
+    check_writable,
+    digest,
+    make_folder,
+    remove_if_abandoned,
+    resolved,
+    temporary_name,
+    write,
+)
 from onepass.studies.locking import LOCK, held, running
 from onepass.studies.recovery import DamagedError, left, recovered
 
