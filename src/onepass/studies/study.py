@@ -262,6 +262,8 @@ class _Study:
         self._failures[job.name] += 1
         left = ATTEMPTS - self._failures[job.name]
         self.observer.trouble(job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
+        if left == 1:
+            self._discard_checkpoints(job)  # it may be from there that it fails: the last attempt begins anew
         if left:
             self._submit(job.method, job.part, list(job.units))
         else:
