@@ -197,10 +197,15 @@ def _results(connection: sqlite3.Connection) -> set[tuple[str, str]]:
 
 def rows(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
     """All rows of a table, each checked."""
-    for *values, checksum in connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table}"):
-        if checksum != _checksum(table, values):
+    for row in connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table}"):
+        if not is_sound(table, row):
             raise DamagedError(f"a row of its table '{table}' was altered")
-        yield tuple(values)
+        yield row[:-1]
+
+
+def is_sound(table: str, row: Sequence[Any]) -> bool:
+    """Does the last value of a row agree with the others?"""
+    return bool(row[-1] == _checksum(table, row[:-1]))
 
 
 def _is_file(path: Path) -> bool:
@@ -262,7 +267,7 @@ def _create(path: Path, folder: Path, create: Mapping[str, Any] | None) -> None:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("BEGIN IMMEDIATE")
             for table in TABLES:
-                connection.execute(_definition(table))
+                connection.execute(definition(table))
             connection.execute(f"PRAGMA application_id = {APPLICATION}")
             connection.execute(f"PRAGMA user_version = {VERSION}")
             for key, value in {**create, "counts": {"units": 0, "records": 0}}.items():
@@ -288,7 +293,7 @@ def _name(temporary: Path, path: Path) -> None:
         os.rename(temporary, path)
 
 
-def _definition(table: str) -> str:
+def definition(table: str) -> str:
     columns = TABLES[table]
     return f"CREATE TABLE {table} ({columns[0]} PRIMARY KEY, {', '.join(columns[1:])}, checksum)"
 
@@ -336,8 +341,8 @@ def _check(connection: sqlite3.Connection) -> int:
         raise DamagedError("it is not a study of onepass")
     if version > VERSION:
         raise InputError(f"this study was written by a newer onepass (version {version} of the store, this one knows {VERSION}): update onepass")
-    for name, definition in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
-        if name not in TABLES or definition != _definition(name):  # a view or a trigger could do anything, for ever
+    for name, made in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        if name not in TABLES or made != definition(name):  # a view or a trigger could do anything, for ever
             raise DamagedError(f"its '{name}' is no table of a study")
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":

@@ -113,12 +113,12 @@ def fleet_name(units: Sequence[str]) -> str:
 class Store:
     """A study's results in a folder. `Store.write_to` opens it for the driving process, `Store.read` for anybody."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, guard: Guard | None = None) -> None:
+    def __init__(self, folder: Path, connection: sqlite3.Connection, guard: Guard | None = None, contents: Contents | None = None) -> None:
         self.folder = folder
         self._connection, self._guard = connection, guard
         self._arrays: dict[str, dict[str, NDArray[Any]]] = {}
         self._tasks: dict[str, int] = {}  # of each part, as the records have it
-        self.contents = self._load()
+        self.contents = self._load() if contents is None else contents
 
     # ---- opening
 
@@ -141,7 +141,7 @@ class Store:
             contents = Contents()
             self._connection.execute("BEGIN")  # one view of all tables, even if another process is writing
             for key, value in rows(self._connection, "study"):
-                contents.study[key] = _parsed(value)
+                contents.study[key] = parsed(value)
             schema.check(schema.Study, "its table 'study'", contents.study)
             for row in rows(self._connection, "units"):
                 identity, entry = entry_of(row)
@@ -347,7 +347,7 @@ class Store:
 def entry_of(row: Sequence[Any]) -> tuple[str, Entry]:
     """A row of the table `units`, checked."""
     identity, text, fleet, place, traceback = row
-    configuration = _parsed(text)
+    configuration = parsed(text)
     schema.check(schema.Configuration, "the configuration of a unit", configuration)
     schema.check(schema.Place, "the place of a unit", {"fleet": fleet, "place": place, "traceback": traceback})
     entry = Entry(Unit(configuration), fleet, place, None if traceback is None else schema.printable(traceback))
@@ -359,14 +359,15 @@ def entry_of(row: Sequence[Any]) -> tuple[str, Entry]:
 def stored_of(row: Sequence[Any]) -> Stored:
     """A row of the table `records`, checked."""
     values = schema.named(TABLES["records"], row)
-    values |= {name: _parsed(values[name]) for name in ("violations", "versions")}
+    values |= {name: parsed(values[name]) for name in ("violations", "versions")}
     schema.check(schema.Outcome, "a record", values)
     made = Provenance(values["device"], values["versions"], values["revision"])
     plain = {name: values[name] for name in ("unit", "arrays", "violations", "seconds", "state_bytes", "finished")}
     return Stored(**plain, diverged=bool(values["diverged"]), provenance=made)
 
 
-def _parsed(text: Any) -> Any:
+def parsed(text: Any) -> Any:
+    """What a value in a row says."""
     if not isinstance(text, str):
         raise DamagedError("a value is not text")
     return json.loads(text, parse_constant=_refuse_constant)
