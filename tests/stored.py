@@ -31,6 +31,13 @@ def study(folder: Path) -> Iterator[Store]:
         yield opened
 
 
+def as_older_versions(opened: Store) -> None:
+    """Go on with a write-ahead log, as versions did that are older than the rollback journal."""
+    opened._connection.execute("PRAGMA journal_mode = WAL")
+    assert opened._guard is not None
+    opened._guard._version = opened._guard._data_version()
+
+
 def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
     with study(folder) as opened:
         opened.plan([units])

@@ -198,6 +198,22 @@ def merge(
 
 
 @app.command()
+def rescue(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The study that is damaged; it stays as it is.")],
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="The folder of the new study.")],
+) -> None:
+    """Copy everything that is sound of a damaged study into a new one, and say what is lost. Exit code 1 if anything is."""
+    from onepass.studies.rescue import rescue as save
+
+    found = save(folder, into)
+    for what in found.lost:
+        screen.print(f"lost: {what}", soft_wrap=True)
+    print(f"{found.results} results are in {into}, {found.to_do} units are still to do: go on with 'onepass run --out {into}'")
+    if found.lost:
+        raise typer.Exit(1)
+
+
+@app.command()
 def verify(folder: Folder) -> None:
     """Compare a study with the published results. Exit code 0 only if every difference is explained."""
     from onepass.report.verify import verdicts, view
@@ -297,8 +313,10 @@ def _wide(least: int = 0) -> Console:
 def main(arguments: list[str] | None = None) -> None:
     """The command line: bad input is one sentence and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+        _refuse_empty(given)
+        code = app(given or ["--help"], standalone_mode=False)
     except InputError as error:
         _complain(str(error))
     except typer.Abort:  # Ctrl-C while a command was still importing, say
@@ -309,6 +327,15 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _complain(f"{usage()} (see onepass --help)")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """An argument without content is mostly a variable that is not set; a path of that kind would be the current folder."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        option, _, value = argument.partition("=")
+        if not argument.strip() or (option.startswith("--") and "=" in argument and not value.strip()):
+            where = option if option.strip() else before if before.startswith("-") else "an argument"
+            raise InputError(f"{where} is empty: give it a value (is a variable not set?); the current folder is '.'")
 
 
 def _complain(sentence: str) -> NoReturn:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import math
 import os
+import platform
+import re
+import secrets
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,8 @@ import numpy as np
 
 from onepass.errors import InputError
 
-TEMPORARY = ".partial-"  # how the names of unfinished files begin
+TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
+_UNFINISHED = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{16}(-[0-9a-f]{16})?")
 
 
 class StorageError(InputError):
@@ -27,6 +35,7 @@ def cannot_write(path: Path, reason: Exception) -> StorageError:
 
 def check_writable(path: Path) -> None:
     """Raise, before any work is done, if `path` cannot be written later."""
+    path = resolved(path)
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -52,27 +61,114 @@ def make_folder(path: Path) -> None:
 def write(path: Path, content: bytes) -> None:
     """Write to a temporary name, flush, and rename: a reader sees the old file or the new one, never a part, even after a power cut.
 
-    A link is followed, and what is no plain file (a pipe, a device) is simply written to.
+    A file that is replaced hands on its mode and, where possible, its owner; a new one obeys the umask. A link is followed, and what is no
+    plain file (a pipe, a device) is simply written to.
     """
     try:
-        path = path.resolve()
-        if path.exists() and not path.is_file():
+        path = resolved(path)
+        before = path.stat() if path.exists() else None
+        if before is not None and not stat.S_ISREG(before.st_mode):
             path.write_bytes(content)
             return
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
-        try:
-            with os.fdopen(handle, "wb") as file:
+        handle, temporary = _begin(path, 0o666 if before is None else 0o600)
+        with os.fdopen(handle, "wb") as file:
+            try:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+                if before is not None:
+                    _hand_on(before, handle)
+                os.fsync(handle)
+                os.replace(temporary, path)
+            except BaseException:
+                if _is_at(handle, temporary):
+                    os.unlink(temporary)
+                raise
         _flush_folder(path.parent)
     except OSError as reason:
         raise cannot_write(path, reason) from None
+
+
+def resolved(path: Path) -> Path:
+    """Where a path leads to; links that lead nowhere are refused."""
+    try:
+        return path.resolve()
+    except RuntimeError:  # what Python 3.11 makes of a loop
+        raise InputError(f"cannot follow {path} (its links lead in a circle): choose another place") from None
+    except OSError as reason:
+        raise InputError(f"cannot follow {path} ({reason.strerror or reason}): choose another place") from None
+
+
+def _begin(path: Path, mode: int) -> tuple[int, Path]:
+    """A new file to write the content of `path` to, which this process alone writes.
+
+    Its name depends on the target and this machine, so what a killed process has left there is found without listing the folder, and removed.
+    While a file is being written it is locked: another process that writes to the same target takes a random name.
+    """
+    name = temporary_name(path.name)
+    first, second = path.with_name(name), path.with_name(f"{name}-{secrets.token_hex(8)}")
+    remove_if_abandoned(first)
+    with suppress(FileExistsError):
+        handle = _create(first, mode)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # taken for a leftover in this moment, and removed
+            os.close(handle)
+            return _create(second, mode), second
+        except OSError:  # this file system cannot lock: then no leftover is ever removed
+            return handle, first
+        if _is_at(handle, first):
+            return handle, first
+        os.close(handle)
+    return _create(second, mode), second
+
+
+def temporary_name(name: str) -> str:
+    """How an unfinished file is called: by this machine, whose locks say whether its process has ended, and by its target."""
+    return f"{TEMPORARY}{digest(platform.node())[:8]}{digest(name)[:8]}"
+
+
+def _create(path: Path, mode: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
+def remove_if_abandoned(path: Path) -> None:
+    """Remove an unfinished file of onepass whose process has ended; where that is not known, it stays."""
+    if not _UNFINISHED.fullmatch(path.name) or not path.name.startswith(temporary_name("")[:-8]):
+        return
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(handle, path):
+                path.unlink()
+    except OSError:  # another process is writing it, or this file system cannot lock
+        pass
+    finally:
+        os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except OSError:
+        return False
+
+
+def _hand_on(before: os.stat_result, handle: int) -> None:
+    """Give a file the owner and mode of the one it replaces. What its group may do is for that group only."""
+    mode, now = stat.S_IMODE(before.st_mode), os.fstat(handle)
+    if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
+        for owner, group in ((before.st_uid, before.st_gid), (-1, before.st_gid)):
+            with suppress(OSError):
+                os.fchown(handle, owner, group)
+                break
+        now = os.fstat(handle)
+    kept = (now.st_uid, now.st_gid) == (before.st_uid, before.st_gid)
+    os.fchmod(handle, mode if kept else mode & (0o777 if now.st_gid == before.st_gid else 0o707))
 
 
 def _flush_folder(folder: Path) -> None:
@@ -84,8 +180,8 @@ def _flush_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented JSON, with arrays as nested lists and null for NaN."""
-    write(path, (json.dumps(content, indent=1, default=_plain, allow_nan=False) + "\n").encode())
+    """Indented JSON, with arrays as nested lists and null for what is no finite number."""
+    write(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
 
 
 def canonical(content: Any) -> str:
@@ -102,8 +198,15 @@ def digest(content: bytes | str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return [_plain(part) for part in value] if value.ndim else None if np.isnan(value) else value.item()
-    if isinstance(value, np.floating):
-        return None if np.isnan(value) else value.item()
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+    """What JSON knows: null for NaN, lists for arrays and tuples.
+
+    >>> _plain({"a": np.array([1.5, np.nan]), "b": (float("inf"), 1)})
+    {'a': [1.5, None], 'b': [None, 1]}
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

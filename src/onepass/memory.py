@@ -314,6 +314,11 @@ class EpisodicMemory:
     def restore(self, state: Mapping[str, Tensor], task: int) -> None:
         """Go on from a saved `state()`, in the middle of `task` or at its end."""
         self.begin_task(task)
+        for name, fresh in self.state().items():
+            if state[name].shape != fresh.shape or state[name].dtype != fresh.dtype:
+                raise ValueError(f"the memory's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}")
+        if "x" in state and state["x"].shape[:2] != self._slots.shape:
+            raise ValueError(f"the memory's examples have the shape {tuple(state['x'].shape)}")
         for name, tensor in state.items():
             setattr(self, f"_{name}", tensor.to(self.fleet.device))
         self._count()

@@ -6,6 +6,7 @@ Rows of a fleet are runs: grid points × seeds on the cross-validation stream, s
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.precision import products
 from onepass.engine.replays import Replays
+from onepass.errors import first_line, is_out_of_memory
 from onepass.learners import Method
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory, Policy
@@ -29,6 +31,8 @@ from onepass.models.resnet import Stem
 from onepass.recording import BETA, Recorder
 from onepass.streams.base import Part, Stream
 from onepass.streams.feed import Feed
+
+log = logging.getLogger(__name__)
 
 TRIED = 10  # ways of computing a convolution on a GPU
 
@@ -115,16 +119,18 @@ def train(
     on_gpu = torch.device(device).type == "cuda"
     with torch.cuda.device(device) if on_gpu else nullcontext(), products(torch.device(device), tf32=setup.tf32, tried=TRIED):
         feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
-        record, learn = Recorder(fleet, learner, feed, evaluate), Replays(fleet, learner)
-        look_again = Replays(fleet, learner, learner.look_again)
+        record = Recorder(fleet, learner, feed, evaluate)
         saved = keeper.last() if keeper is not None else None
+        if saved is not None and not _restored(saved, feed, fleet, learner, record):
+            saved = None
+            feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
+            record = Recorder(fleet, learner, feed, evaluate)
+        learn, look_again = Replays(fleet, learner), Replays(fleet, learner, learner.look_again)
         first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
         if saved is None:
             record.begin()
-        else:
-            _restore(saved, fleet, learner, record)
-            if progress is not None:
-                progress(feed.steps(first, skip))
+        elif progress is not None:
+            progress(feed.steps(first, skip))
 
         def keep_if_due(phase: int, batches: int, since: int) -> None:
             if keeper is not None and keeper.due(batches, since):
@@ -175,6 +181,31 @@ def _snapshot(phase: int, batches: int, fleet: Fleet, learner: Learner, record: 
     tensors = {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()}
     numbers = {"fleet": fleet.counters(), "learner": learner.counters(), "record": record.counters(), "task": memory.task if memory else None}
     return Snapshot(phase, batches, tensors, numbers)
+
+
+def _restored(saved: Snapshot, feed: Feed, fleet: Fleet, learner: Learner, record: Recorder) -> bool:
+    """Go on from a snapshot, or say why not: one of the right name and hash may still hold anything."""
+    try:
+        if not 0 <= saved.phase < feed.phases or not 0 <= saved.batches <= max(-(-n // feed.batch_size) for n in feed.lengths(saved.phase)):
+            raise ValueError("the stream has no such place")
+        counted = [count for part in ("fleet", "learner") for count in saved.numbers[part].values()]
+        sized = {f"learner.{name}": tensor for name, tensor in learner.state().items() if tensor.numel()}  # others grow
+        if any(type(count) is not int or not 0 <= count < 2**31 for count in counted) or not _shapes(sized).items() <= _shapes(saved.tensors).items():
+            raise ValueError("its method has other tensors or numbers")
+        _restore(saved, fleet, learner, record)
+        now = _snapshot(saved.phase, saved.batches, fleet, learner, record)
+        if _shapes(now.tensors) != _shapes(saved.tensors) or now.numbers != saved.numbers:
+            raise ValueError("it has other tensors or numbers than these runs")
+    except Exception as reason:
+        if is_out_of_memory(reason):
+            raise
+        log.warning("a checkpoint is not used, and its runs begin anew: it does not fit them (%s)", first_line(reason))
+        return False
+    return True
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: Recorder) -> None:

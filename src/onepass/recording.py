@@ -79,6 +79,15 @@ def _array(tensor: Tensor) -> Array:
     return np.asarray(tensor.cpu().numpy(), dtype=np.float64)
 
 
+def _check_counters(counters: Mapping[str, Any], runs: int) -> None:
+    violations, diverged, seconds, sizes = (counters[name] for name in ("violations", "diverged", "seconds", "state_bytes"))
+    whole = [count for row in [*violations, sizes] for count in row]
+    if len(violations) != runs or len(diverged) != runs or any(type(count) is not int or count < 0 for count in whole):
+        raise ValueError("what was counted is not of these runs")
+    if any(type(one) is not bool for one in diverged) or type(seconds) is not float or not 0 <= seconds < float("inf"):
+        raise ValueError("what was measured is not of these runs")
+
+
 class Recorder:
     """Collects the raw record of all runs."""
 
@@ -105,8 +114,11 @@ class Recorder:
         return {"violations": self._violations, "diverged": self.diverged, "seconds": self.clock.seconds, "state_bytes": self._state_bytes}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        for name, tensor in state.items():
-            setattr(self, f"_{name}", tensor.numpy())
+        for name, fresh in self.state().items():
+            if state[name].shape != fresh.shape or state[name].dtype != fresh.dtype:
+                raise ValueError(f"the record's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}")
+            setattr(self, f"_{name}", state[name].numpy())
+        _check_counters(counters, self.fleet.runs)
         self._violations, self.diverged, self.clock.seconds = counters["violations"], counters["diverged"], counters["seconds"]
         self._state_bytes = counters["state_bytes"]
 

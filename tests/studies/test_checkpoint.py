@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -16,7 +17,8 @@ from onepass.files import canonical, digest
 from onepass.learners import METHODS, ewc
 from onepass.learners.base import Reference
 from onepass.metrics import Record
-from onepass.protocol import Run, Setup, Snapshot, train
+from onepass.protocol import Run, Setup, Snapshot, _restored, assemble, train
+from onepass.recording import Recorder
 from onepass.studies import checkpoint
 from onepass.studies.checkpoint import Checkpoints
 from toys import ToyStream, mutated
@@ -282,3 +284,78 @@ def test_a_checkpoint_with_any_mutation_is_refused_or_unharmed(suffix: str, tmp_
         refused += found.batches == 4
         assert found.batches == 4 or path.read_bytes() == sound or suffix == "json"  # JSON has white space that means nothing
     assert refused > 380
+
+
+# ---- checkpoints that were written to deceive: their hashes and checksums are right
+
+
+BAD: tuple[object, ...] = (None, True, -1, 10**9, 10**400, 0.5, "x", [], [[]], {}, {"grown": 10**6}, [None, None, None], [[-1], [-1], [-1]])
+
+
+def crafted(sound: Snapshot) -> list[tuple[str, Snapshot]]:
+    """A snapshot with any number, and any tensor, replaced or taken away."""
+    made = [(f"{key}={bad!r:.20}", replace(sound, **{key: bad})) for key in ("phase", "batches", "numbers") for bad in BAD]  # type: ignore[arg-type]
+    made += [(f"{key}={value}", replace(sound, **{key: value})) for key, value in (("phase", 3), ("batches", 400))]  # type: ignore[arg-type]
+    for part, values in sound.numbers.items():
+        made += [(f"{part}={bad!r:.20}", replace(sound, numbers=sound.numbers | {part: bad})) for bad in BAD]
+        for key in values if isinstance(values, dict) else ():
+            made += [(f"{part}.{key}={bad!r:.20}", replace(sound, numbers=sound.numbers | {part: values | {key: bad}})) for bad in BAD]
+    for name, tensor in sound.tensors.items():
+        for what, other in {
+            "none": None,
+            "one more row": torch.cat([tensor, tensor[:1]]) if tensor.ndim else tensor[None],
+            "a row": tensor[:1] if tensor.ndim else tensor[None, None],
+            "flat": tensor.reshape(-1)[:5],
+            "empty": torch.zeros(0),
+            "another kind": tensor.to(torch.int16),
+        }.items():
+            tensors = {key: value for key, value in sound.tensors.items() if key != name} | ({} if other is None else {name: other})
+            made.append((f"{name}: {what}", replace(sound, tensors=tensors)))
+    made += [(f"also {name}", replace(sound, tensors=sound.tensors | {name: torch.zeros(1)})) for name in ("memory.rows", "record.phase", "x")]
+    return made
+
+
+@pytest.mark.parametrize("name", ["a-gem", "ewc", "prog-nn", "icarl"])
+def test_a_crafted_checkpoint_is_refused_or_fits(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StopHereError):
+        learn(name, Interrupting(tmp_path, every=3, after=4))
+    sound = Checkpoints(tmp_path, "fleet").last()
+    assert sound is not None
+    refused = fits = 0
+    for _, snapshot in [("as it is", sound), *crafted(sound)]:
+        feed, fleet, learner = assemble(ToyStream(ragged=True), "ev", METHODS[name], runs(name, 3), SETUP)
+        went_on = _restored(copy.deepcopy(snapshot), feed, fleet, learner, Recorder(fleet, learner, feed, True))
+        refused, fits = refused + (not went_on), fits + went_on
+    assert refused > 100
+    assert 1 <= fits < 50
+    print(name, refused, fits)
+
+
+def test_runs_whose_checkpoint_does_not_fit_begin_anew_and_end_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = learn("a-gem", None)
+    with pytest.raises(StopHereError):
+        learn("a-gem", Interrupting(tmp_path, every=3, after=4))
+    keeper = Checkpoints(tmp_path, "fleet", every=1000)
+    sound = keeper.last()
+    assert sound is not None
+    keeper.keep(replace(sound, phase=sound.phase + 1, tensors=sound.tensors | {"record.accuracy": torch.zeros(2, 2)}))
+    assert_same(learn("a-gem", Checkpoints(tmp_path, "fleet", every=1000)), expected)
+    assert "begin anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"phase": None}, {"phase": -1}, {"batches": "x"}, {"numbers": []}, {"tensors": 3}, {"format": None}, {"fleet": []}, {"phase": 10**400}],
+)
+def test_a_checkpoint_whose_description_is_crafted_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
+    keeper = two(tmp_path)
+    rewrite(tmp_path, **changes)
+    found = keeper.last()
+    assert found is not None
+    assert found.batches == 4
+    path = tmp_path / "0001-00000008.json"
+    for content in (b"[]", b"3", b'{"checksum": 3}', b"\xff", b'{"checksum":"' + digest("{}").encode() + b'"}'):
+        path.write_bytes(content)
+        found = keeper.last()
+        assert found is not None
+        assert found.batches == 4

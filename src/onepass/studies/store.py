@@ -27,8 +27,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from onepass.files import cannot_write, canonical, digest, write
-from onepass.metrics import Array, Record
-from onepass.studies.database import FILE, DamagedError, damaged, ordered, put, reading, refusing, rows, writing
+from onepass.metrics import Record
+from onepass.studies import schema
+from onepass.studies.database import FILE, TABLES, Guard, damaged, ordered, put, reading, refusing, rows, writing
+from onepass.studies.recovery import DamagedError
+
+LARGEST_ARRAYS = 2**28  # bytes: 256 runs of 17 tasks have two millions
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,12 @@ def fleet_name(units: Sequence[str]) -> str:
 class Store:
     """A study's results in a folder. `Store.write_to` opens it for the driving process, `Store.read` for anybody."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, folder: Path, connection: sqlite3.Connection, guard: Guard | None = None, contents: Contents | None = None) -> None:
         self.folder = folder
-        self._connection = connection
+        self._connection, self._guard = connection, guard
         self._arrays: dict[str, dict[str, NDArray[Any]]] = {}
-        self.contents = self._load()
+        self._tasks: dict[str, int] = {}  # of each part, as the records have it
+        self.contents = self._load() if contents is None else contents
 
     # ---- opening
 
@@ -121,8 +126,8 @@ class Store:
     @contextmanager
     def write_to(cls, folder: Path, create: Mapping[str, Any] | None = None) -> Iterator[Store]:
         """Open a study for writing, which one process at a time may do; a folder without one becomes one with the contents `create`."""
-        with writing(folder, create) as connection:
-            yield cls(folder, connection)
+        with writing(folder, create) as opened:
+            yield cls(folder, opened.connection, opened.guard)
 
     @classmethod
     @contextmanager
@@ -134,16 +139,15 @@ class Store:
     def _load(self) -> Contents:
         with refusing(self.folder / FILE):
             contents = Contents()
-            self._connection.execute("BEGIN")  # one view of all tables, even if somebody is writing
+            self._connection.execute("BEGIN")  # one view of all tables, even if another process is writing
             for key, value in rows(self._connection, "study"):
-                contents.study[key] = json.loads(value)
-            for identity, configuration, fleet, place, traceback in rows(self._connection, "units"):
-                entry = Entry(Unit(json.loads(configuration)), fleet, place, traceback)
+                contents.study[key] = parsed(value)
+            schema.check(schema.Study, "its table 'study'", contents.study)
+            for row in rows(self._connection, "units"):
+                identity, entry = entry_of(row)
                 contents.entries[identity] = entry
-            for unit, arrays, violations, seconds, state_bytes, diverged, device, versions, revision, finished in rows(self._connection, "records"):
-                provenance = Provenance(device, json.loads(versions), revision)
-                stored = Stored(unit, arrays, json.loads(violations), seconds, state_bytes, bool(diverged), provenance, finished)
-                contents.records[unit] = stored
+            for row in rows(self._connection, "records"):
+                contents.records[row[0]] = stored_of(row)
             counted = {"units": len(contents.entries), "records": len(contents.records)}
             if contents.study["counts"] != counted or not contents.records.keys() <= contents.entries.keys():
                 raise DamagedError(f"it should have {contents.study['counts']} rows and has {counted}")
@@ -156,29 +160,34 @@ class Store:
         """The raw record of a finished unit."""
         stored, entry = self.contents.records[unit], self.contents.entries[unit]
         arrays = self._arrays_of(stored.arrays)
+        mine = {key.removeprefix(f"{unit}/"): value for key, value in arrays.items() if key.startswith(f"{unit}/")}
         try:
-            grown = arrays.get(f"{unit}/state_by_task")
-            found = {name: arrays.get(f"{unit}/{name}") for name in ("accuracy", "initial", "curve", "memory_accuracy")}
-            return Record(
-                seed=entry.unit.seed,
-                hyperparameters=entry.unit.hyperparameters,
-                accuracy=_array(found["accuracy"]),
-                initial=_array(found["initial"]),
-                curve=_array(found["curve"]),
-                memory_accuracy=None if found["memory_accuracy"] is None else _array(found["memory_accuracy"]),
-                violations=stored.violations,
-                seconds=stored.seconds,
-                state_bytes=stored.state_bytes,
-                diverged=stored.diverged,
-                state_by_task=None if grown is None else [int(n) for n in grown],
-            )
-        except ValueError:
-            raise damaged(self.folder / "arrays" / stored.arrays, f"the accuracies of {unit} are missing") from None
+            tasks = _check_arrays(mine, stored)
+            if self._tasks.setdefault(entry.unit.part, tasks) != tasks:
+                raise DamagedError("other records of the study have another number of tasks")
+        except DamagedError as reason:
+            raise damaged(self.folder / "arrays" / stored.arrays, f"{unit}: {reason}") from None
+        remembered, grown = mine.get("memory_accuracy"), mine.get("state_by_task")
+        return Record(
+            seed=entry.unit.seed,
+            hyperparameters=entry.unit.hyperparameters,
+            accuracy=mine["accuracy"],
+            initial=mine["initial"],
+            curve=mine["curve"],
+            memory_accuracy=remembered,
+            violations=stored.violations,
+            seconds=stored.seconds,
+            state_bytes=stored.state_bytes,
+            diverged=stored.diverged,
+            state_by_task=None if grown is None else [int(n) for n in grown],
+        )
 
     def _arrays_of(self, name: str) -> dict[str, NDArray[Any]]:
         if name not in self._arrays:
             path = self.folder / "arrays" / name
             try:
+                if path.stat().st_size > LARGEST_ARRAYS:
+                    raise damaged(path, "it is too large")
                 content = path.read_bytes()
             except OSError as reason:
                 raise damaged(path, reason.strerror or str(reason)) from None
@@ -186,8 +195,15 @@ class Store:
                 raise damaged(path, "it was truncated or altered")
             try:
                 self._arrays[name] = safetensors.numpy.load(content)
-            except SafetensorError as reason:
-                raise damaged(path, str(reason)) from None
+            except (
+                SafetensorError,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                OverflowError,
+            ) as reason:
+                raise damaged(path, str(reason) or type(reason).__name__) from None
         return self._arrays[name]
 
     def trained_together(self, unit: str) -> int:
@@ -302,12 +318,14 @@ class Store:
 
     @contextmanager
     def _change(self) -> Iterator[Contents]:
-        """One transaction; the contents in memory change only if it succeeds."""
+        """One transaction; the contents in memory change only if it succeeds. Rows are counted in the database."""
+        if self._guard is None:
+            raise TypeError("this store is open for reading")
         changed = Contents(dict(self.contents.study), dict(self.contents.entries), dict(self.contents.records))
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._guard.begin()
             yield changed
-            counts = {"units": len(changed.entries), "records": len(changed.records)}
+            counts = {table: self._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("units", "records")}
             if counts != changed.study["counts"]:
                 changed.study["counts"] = counts
                 put(self._connection, "study", ("counts", canonical(counts)))
@@ -319,10 +337,44 @@ class Store:
             self._roll_back()
             raise
         self.contents = changed
+        self._guard.check()
 
     def _roll_back(self) -> None:
         with suppress(sqlite3.Error):
             self._connection.execute("ROLLBACK")
+
+
+def entry_of(row: Sequence[Any]) -> tuple[str, Entry]:
+    """A row of the table `units`, checked."""
+    identity, text, fleet, place, traceback = row
+    configuration = parsed(text)
+    schema.check(schema.Configuration, "the configuration of a unit", configuration)
+    schema.check(schema.Place, "the place of a unit", {"fleet": fleet, "place": place, "traceback": traceback})
+    entry = Entry(Unit(configuration), fleet, place, None if traceback is None else schema.printable(traceback))
+    if identity != entry.unit.id:
+        raise DamagedError("a unit is not named by its configuration")
+    return identity, entry
+
+
+def stored_of(row: Sequence[Any]) -> Stored:
+    """A row of the table `records`, checked."""
+    values = schema.named(TABLES["records"], row)
+    values |= {name: parsed(values[name]) for name in ("violations", "versions")}
+    schema.check(schema.Outcome, "a record", values)
+    made = Provenance(values["device"], values["versions"], values["revision"])
+    plain = {name: values[name] for name in ("unit", "arrays", "violations", "seconds", "state_bytes", "finished")}
+    return Stored(**plain, diverged=bool(values["diverged"]), provenance=made)
+
+
+def parsed(text: Any) -> Any:
+    """What a value in a row says."""
+    if not isinstance(text, str):
+        raise DamagedError("a value is not text")
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise DamagedError(f"{name} is no number")
 
 
 def _arrays_name(content: bytes) -> str:
@@ -333,7 +385,25 @@ def _next_fleet(contents: Contents) -> int:
     return 1 + max((entry.fleet for entry in contents.entries.values()), default=-1)
 
 
-def _array(found: NDArray[Any] | None) -> Array:
-    if found is None:
-        raise ValueError
-    return np.asarray(found, dtype=np.float64)
+def _check_arrays(found: Mapping[str, NDArray[Any]], stored: Stored) -> int:
+    """The number of tasks in the arrays of a record; raises unless they are what a run leaves."""
+    for name in ("accuracy", "initial", "curve"):
+        if name not in found:
+            raise DamagedError(f"its '{name}' is missing")
+    phases, tasks = found["accuracy"].shape if found["accuracy"].ndim == 2 else (0, 0)
+    if not 0 < tasks <= schema.TASKS or phases not in (1, tasks):
+        raise DamagedError(f"its 'accuracy' has the shape {found['accuracy'].shape}")
+    shapes = {"accuracy": (phases, tasks), "initial": (tasks,), "memory_accuracy": (tasks, tasks)}
+    for name, array in found.items():
+        if name in shapes and array.shape != shapes[name]:
+            raise DamagedError(f"its '{name}' has the shape {array.shape}, not {shapes[name]}")
+        if name in ("curve", *shapes) and (array.dtype != np.float64 or not ((array >= 0) & (array <= 1) | np.isnan(array)).all()):
+            raise DamagedError(f"its '{name}' has values that are no accuracies")
+    if found["curve"].ndim != 2 or len(found["curve"]) not in (0, tasks) or (found["curve"].size and found["curve"].shape[1] < 1):
+        raise DamagedError(f"its 'curve' has the shape {found['curve'].shape}")
+    grown = found.get("state_by_task", np.zeros(1, np.int64))
+    if grown.ndim != 1 or not len(grown) or len(grown) > tasks or grown.dtype != np.int64 or grown.min() < 0:
+        raise DamagedError("its 'state_by_task' are no sizes")
+    if not stored.diverged and stored.violations is not None and len(stored.violations) != phases:
+        raise DamagedError(f"it has violations of {len(stored.violations)} tasks, not of {phases}")
+    return int(tasks)

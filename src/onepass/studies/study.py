@@ -7,7 +7,6 @@ fleets, and its results are the same to the last bit on the same CPU.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import traceback
 from collections import Counter
@@ -26,7 +25,8 @@ from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
 from onepass.streams.feed import Feed
-from onepass.studies import packing
+from onepass.studies import checkpoint, packing
+from onepass.studies.database import PROGRESS
 from onepass.studies.executors import Executor, Trained
 from onepass.studies.packing import PARTS
 from onepass.studies.recipe import Recipe, from_stored, grown
@@ -35,7 +35,6 @@ from onepass.studies.store import Provenance, Store, Unit
 from onepass.studies.work import Job, OutOfMemoryError, open_stream
 
 ATTEMPTS = 3  # then a fleet has failed
-PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer
     study.go()
     found = {name: result(recipe, name, store) for name in recipe.methods}
     if all(method_result.finished for method_result in found.values()):
-        shutil.rmtree(store.folder / "checkpoints", ignore_errors=True)  # also of fleets that somebody else has finished
+        checkpoint.discard_all(store.folder / "checkpoints")  # also of fleets that another study has finished
     return found
 
 
@@ -263,6 +262,8 @@ class _Study:
         self._failures[job.name] += 1
         left = ATTEMPTS - self._failures[job.name]
         self.observer.trouble(job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
+        if left == 1:
+            self._discard_checkpoints(job)  # it may be from there that it fails: the last attempt begins anew
         if left:
             self._submit(job.method, job.part, list(job.units))
         else:
@@ -274,7 +275,7 @@ class _Progress:
 
     def __init__(self, path: Path, total: int) -> None:
         self._path, self._total = path, total
-        self._partial = path.with_name(TEMPORARY + path.name)
+        self._partial = path.with_name(f"{TEMPORARY}progress")
         self._shown = time.time()
         self._began: tuple[float, int] | None = None  # when the first steps were counted, and how many those were
 

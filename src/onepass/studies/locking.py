@@ -1,0 +1,79 @@
+"""One process at a time writes to a study.
+
+It holds two locks: on the file `lock`, as every version of onepass does, and on the folder itself,
+which stays when that file is removed. The system takes both back when the process ends, however it
+ends. Where locks do not reach other machines, `Guard` in `database.py` notices what they write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from onepass.errors import InputError
+from onepass.files import cannot_write
+
+LOCK = "lock"
+PATIENCE = 1.0  # seconds: a process that only asks whether another one is writing holds a lock for a moment, too
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Be the process that writes to the study in a folder, or raise."""
+    handles: list[int] = []
+    try:
+        try:
+            handles.append(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except OSError as reason:
+            raise cannot_write(folder / LOCK, reason) from None
+        try:
+            _take(handles[0], folder)
+        except OSError as reason:
+            raise InputError(
+                f"the file system of {folder} cannot lock files ({reason.strerror or reason}), so that two processes could write at once:"
+                " choose a folder on a local disk, and copy the study there if there is one already"
+            ) from None
+        with suppress(OSError):  # some network file systems lock files only
+            _take(handles[1], folder)
+        yield
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _take(handle: int, folder: Path) -> None:
+    patience = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > patience:
+                raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder") from None
+            time.sleep(0.1)
+
+
+def running(folder: Path) -> bool:
+    """Is a process writing to this study right now? No, where that cannot be known."""
+    return any(_locked(path) for path in (folder / LOCK, folder))
+
+
+def _locked(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False

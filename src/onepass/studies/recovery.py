@@ -1,0 +1,65 @@
+"""What a killed process left beside the file of a study: SQLite's write-ahead log or its rollback journal.
+
+SQLite applies either to whatever file it finds there, even to one that was copied there later. That
+would hide or destroy results, so it is tried out on a copy first.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+LOG, JOURNAL = "-wal", "-journal"  # of older versions, and of this one
+_MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names further files, which SQLite would remove
+_COUNTER = slice(24, 28)  # in the header: how many transactions changed the file
+
+Results = Callable[[sqlite3.Connection], set[tuple[str, str]]]  # unit and arrays of every record; raises for a damaged store
+
+
+class DamagedError(Exception):
+    """Why a store cannot be used."""
+
+
+def left(path: Path) -> list[Path]:
+    """What a process that was killed left beside the file."""
+    return [beside for beside in (path.with_name(path.name + end) for end in (LOG, JOURNAL)) if beside.is_file() and beside.stat().st_size]
+
+
+def recovered(path: Path, folder: Path, results: Results) -> Path:
+    """A copy of the file in another folder with what was left applied to it; raises where that does not belong to it."""
+    copy = folder / path.name
+    shutil.copyfile(path, copy)
+    for beside in left(path):
+        with beside.open("rb") as file:
+            file.seek(max(0, beside.stat().st_size - len(_MAGIC)))
+            if beside.name.endswith(JOURNAL) and file.read() == _MAGIC:
+                raise DamagedError(f"{beside.name} beside it names other files: move it away")
+        shutil.copyfile(beside, folder / beside.name)
+    before = _counter(copy)
+    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # this applies it
+        found = _sound(results, connection)
+    names, journal = " and ".join(beside.name for beside in left(path)), path.with_name(path.name + JOURNAL)
+    if found is None or (journal in left(path) and before - _counter(copy) not in (0, 1)):
+        raise DamagedError(f"{names} beside it is of another state of the study, or damaged: move it away")
+    if journal not in left(path):  # a log only adds, a journal may take back what was not finished
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as alone:
+            hidden = (_sound(results, alone) or set()) - found
+        if hidden:
+            raise DamagedError(f"{names} beside it is older than it and would hide {len(hidden)} results: move it away")
+    return copy
+
+
+def _sound(results: Results, connection: sqlite3.Connection) -> set[tuple[str, str]] | None:
+    try:
+        return results(connection)
+    except Exception:  # whatever is wrong with it: a file may be sound only together with its log
+        return None
+
+
+def _counter(path: Path) -> int:
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(28)[_COUNTER], "big")

@@ -1,0 +1,144 @@
+"""What is sound of a damaged study, in a new one."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onepass.errors import InputError
+from onepass.files import StorageError
+from onepass.protocol import grid_points
+from onepass.studies import schema
+from onepass.studies.database import FILE, TABLES, definition, is_sound, no_study
+from onepass.studies.recipe import Recipe, from_stored
+from onepass.studies.recovery import DamagedError, left
+from onepass.studies.results import cross_validation, evaluation
+from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
+
+_BAD = (DamagedError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+MOST_ROWS = 1_000_000  # that are looked for one by one
+
+
+@dataclass(frozen=True)
+class Rescued:
+    """How many results were taken over and how many units are still to do; what was lost, and why."""
+
+    results: int
+    to_do: int
+    lost: list[str]
+
+
+def rescue(folder: Path, into: Path) -> Rescued:
+    """Copy every row and every file of arrays that is sound into a new study; the damaged one stays as it is."""
+    if (into / FILE).exists():
+        raise InputError(f"there is a study in {into} already: choose a folder without one")
+    if not (folder / FILE).is_file():
+        raise no_study(folder)
+    lost: list[str] = []
+    study, entries, records = _sound_rows(folder, lost)
+    recipe = _recipe(folder, study)
+    known = {unit.id: Entry(unit, 0, 0) for unit in _possible(recipe)} if records.keys() - entries.keys() else {}
+    contents = Contents(study, known | entries, records)
+    with closing(sqlite3.connect(":memory:")) as none, Store.write_to(into, create={"recipe": recipe.stored()}) as store:
+        source = Store(folder, none, contents=contents)
+        contents.records = {name: stored for name, stored in records.items() if _is_whole(source, name, lost)}
+        packing = study.get("packing", {})
+        store.take([source], packing={name: packing[name] for name in packing if name in recipe.methods})
+        fleets: dict[int, list[Entry]] = {}
+        for name, entry in entries.items():
+            if name not in contents.records:
+                fleets.setdefault(entry.fleet, []).append(entry)
+        store.plan([[entry.unit for entry in sorted(fleets[number], key=lambda entry: entry.place)] for number in sorted(fleets)])
+        return Rescued(len(contents.records), sum(map(len, fleets.values())), lost)
+
+
+def _recipe(folder: Path, study: dict[str, Any]) -> Recipe:
+    """The recipe of a study of which at least that row is sound; what else it knows of itself is left out where it is not."""
+    for extra in ({"packing": study.get("packing", {})}, {}):
+        try:
+            schema.check(schema.Study, "its recipe", {"recipe": study.get("recipe"), "counts": {"units": 0, "records": 0}, **extra})
+            study["packing"] = extra.get("packing", {})
+            return from_stored(study["recipe"])
+        except DamagedError:
+            continue
+    raise InputError(f"nothing of the study in {folder} can be rescued: the row with its recipe is lost")
+
+
+def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
+    if name not in source.contents.entries:
+        lost.append(f"the result of {name}: its configuration is lost")
+        return False
+    try:
+        source.record(name)
+    except StorageError as reason:
+        lost.append(f"the result of {name}: {str(reason).rpartition(': ')[0]}")
+        return False
+    return True
+
+
+def _sound_rows(folder: Path, lost: list[str]) -> tuple[dict[str, Any], dict[str, Entry], dict[str, Stored]]:
+    """From the file, and from the file with what a killed process left beside it: results are never taken back, so both count."""
+    study: dict[str, Any] = {}
+    entries: dict[str, Entry] = {}
+    records: dict[str, Stored] = {}
+    with tempfile.TemporaryDirectory(prefix="onepass-") as temporary:
+        alone, whole = Path(temporary) / "alone", Path(temporary) / "whole"
+        for place, beside in ((alone, []), (whole, [path for path in left(folder / FILE) if path.name.endswith("-wal")])):
+            place.mkdir()
+            for path in (folder / FILE, *beside):
+                shutil.copyfile(path, place / path.name)
+        for place in (alone, whole) if left(folder / FILE) else (alone,):
+            damaged: list[str] = []
+            for row in _rows(place / FILE, "study", damaged):
+                with suppress(*_BAD):
+                    study[row[0]] = parsed(row[1])
+            for row in _rows(place / FILE, "units", damaged):
+                try:
+                    name, entry = entry_of(row)
+                    entries[name] = entry
+                except _BAD as reason:
+                    damaged.append(f"a row of the table 'units': {reason}")
+            for row in _rows(place / FILE, "records", damaged):
+                try:
+                    records[row[0]] = stored_of(row)
+                except _BAD as reason:
+                    damaged.append(f"a row of the table 'records': {reason}")
+            lost += [what for what in damaged if what not in lost]
+    return study, entries, records
+
+
+def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
+    """The sound rows of a table; where a page is damaged, those on the others."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        try:
+            connection.execute("PRAGMA trusted_schema = OFF")
+            if connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone() != (definition(table),):
+                raise DamagedError("it is not there, or another one")
+            last = connection.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0] or 0
+        except (sqlite3.Error, DamagedError) as reason:
+            lost.append(f"the table '{table}': {reason}")
+            return
+        for number in range(1, min(last, MOST_ROWS) + 1):
+            try:
+                row = connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?", (number,)).fetchone()
+                if row is not None and not is_sound(table, row):
+                    raise DamagedError("it was altered")
+            except (sqlite3.Error, *_BAD) as reason:
+                lost.append(f"row {number} of the table '{table}': {reason}")
+                continue
+            if row is not None:
+                yield row[:-1]
+
+
+def _possible(recipe: Recipe) -> Iterator[Unit]:
+    """Every unit that a study of this recipe may have."""
+    for name in recipe.methods:
+        yield from cross_validation(recipe, name)
+        for point in grid_points(recipe.grids[name]):
+            yield from evaluation(recipe, name, point)

@@ -1,0 +1,102 @@
+"""A study that was written to deceive is refused with one sentence, or shown; no command ends in a traceback."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from crafted import mutations, taken_from, written_to
+from onepass.cli import main
+
+SMALL = "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[4] --set grids.van.learning_rate=0.1"
+READING = (
+    ("status", "{}"),
+    ("table", "{}", "--json", "{}/../t.json", "--csv", "{}/../t.csv"),
+    ("show", "{}"),
+    ("show", "{}", "{unit}"),
+    ("verify", "{}"),
+    ("companions", "{}", "--json", "{}/../c.json"),
+    ("merge", "{}/../merged", "{}", "{sound}"),
+)
+RESUMING = ("run", "--out", "{}", "--workers", "1")
+SECONDS = 60  # of any command, on a machine that does other things
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound") / "study"
+    assert ended(["run", "quickstart", "--out", str(folder), *SMALL.split(), "--set", "grids.a-gem.learning_rate=0.1"]) == "0"
+    return folder
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def ended(command: list[str]) -> str:
+    """The exit code of a command, or what it was that came instead."""
+    try:
+        with at_most(SECONDS):
+            main(command)
+    except SystemExit as end:
+        return str(end.code or 0)
+    except BaseException as reason:  # this is what is looked for
+        return f"{type(reason).__name__}: {reason}"[:200]
+    return "no end"
+
+
+def attack(sound: Path, folder: Path, chosen: list[int] | None, commands: tuple[tuple[str, ...], ...]) -> tuple[Counter[str], list[str]]:
+    """What became of commands on crafted studies."""
+    base, counts, broken = taken_from(sound), Counter[str](), []
+    for number, (name, change) in enumerate(mutations()):
+        if chosen is not None and number not in chosen:
+            continue
+        study = taken_from(sound)
+        change(study)
+        written_to(folder / "study", study)
+        for command in commands:
+            shutil.rmtree(folder / "merged", ignore_errors=True)
+            began = time.monotonic()
+            found = ended([word.format(folder / "study", unit=base.records[0]["unit"], sound=sound) for word in command])
+            counts[found if found in ("0", "1", "2") else "broken"] += 1
+            if found not in ("0", "1", "2"):
+                broken.append(f"{command[0]} with {name}: {found} ({time.monotonic() - began:.1f} s)")
+    return counts, broken
+
+
+def test_crafted_studies_are_refused_or_shown(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random_ = random.Random(0)
+    chosen = random_.sample(range(sum(1 for _ in mutations())), 70)
+    counts, broken = attack(sound, tmp_path, chosen, READING)
+    assert broken == []
+    assert counts["2"] > 300
+    assert "not foreseen" not in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("resuming", [False, True])
+def test_every_crafted_study_is_refused_or_shown(resuming: bool, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts, broken = attack(sound, tmp_path, None, (RESUMING,) if resuming else READING)
+    said = capsys.readouterr().err
+    with capsys.disabled():
+        print(dict(counts))
+    assert broken == []
+    assert "not foreseen" not in said

@@ -1,0 +1,352 @@
+"""Other processes, other files, other file systems: nothing of theirs is touched, and nothing they do goes unnoticed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from onepass.cli import main
+from onepass.errors import InputError
+from onepass.files import digest
+from onepass.studies import checkpoint, database, locking, recovery
+from onepass.studies.checkpoint import Checkpoints
+from onepass.studies.database import FILE
+from onepass.studies.store import Store
+from stored import GRID, MADE, RUNS, as_older_versions, fill, record, study
+
+QUICK = ["--methods", "van", "--seeds", "1", "--workers", "1", "--set", "train_examples=20", "--set", "test_examples=10", "--set", "hidden=[4]"]
+
+
+def outcome(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def records(folder: Path) -> int:
+    with Store.read(folder) as opened:
+        return len([opened.record(unit) for unit in opened.contents.records])
+
+
+# ---- a folder with other things in it
+
+
+def test_a_run_leaves_the_users_own_files_in_its_folder_as_they_are(tmp_path: Path) -> None:
+    hexadecimal = "0123456789abcdef"
+    names = [
+        *("checkpoints/model.pt", "checkpoints/run-1/0001-00000004.json", f"checkpoints/{hexadecimal}/notes.json"),
+        *("progress.json", ".partial-x", ".partial-progress.json", ".onepass-partial-notes", "lock", "arrays/mine.npy", "arrays/.partial-y"),
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert outcome("run", "quickstart", "--out", str(tmp_path), *QUICK, "--checkpoint-every", "1") == 0
+    assert [(tmp_path / name).read_text() for name in names] == names
+    assert outcome("table", str(tmp_path)) == 0
+
+
+def test_only_checkpoints_are_removed_with_the_checkpoints(tmp_path: Path) -> None:
+    fleet = tmp_path / "checkpoints" / digest("fleet")[:16]
+    fleet.mkdir(parents=True)
+    for name in ("0001-00000004.json", "0001-00000004.safetensors", "notes.json"):
+        (fleet / name).touch()
+    Checkpoints(fleet, "fleet").discard()
+    assert [path.name for path in fleet.iterdir()] == ["notes.json"]
+    checkpoint.discard_all(tmp_path / "checkpoints")
+    assert (fleet / "notes.json").exists()
+    (fleet / "notes.json").unlink()
+    checkpoint.discard_all(tmp_path / "checkpoints")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_tables_go_to_no_file_that_a_study_owns(tmp_path: Path) -> None:
+    fill(tmp_path)
+    for name in ("lock", FILE, f"{FILE}-journal", "arrays/t.json", f"checkpoints/{'0' * 16}/t.json", ".onepass-progress.json"):
+        with pytest.raises(InputError, match="belongs to a study"):
+            database.check_target(tmp_path / name)
+    database.check_target(tmp_path / "progress.json")
+
+
+# ---- other processes
+
+
+@pytest.fixture
+def locks_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+
+
+def test_a_second_driver_is_refused_though_the_file_lock_was_removed(tmp_path: Path) -> None:
+    with study(tmp_path) as opened:
+        (tmp_path / "lock").unlink()
+        assert locking.running(tmp_path)
+        with pytest.raises(InputError, match="another process is working"), study(tmp_path):
+            pass
+        opened.plan([GRID])
+    assert not locking.running(tmp_path)
+
+
+@pytest.mark.usefixtures("locks_that_do_nothing")
+def test_a_driver_that_another_one_has_written_beside_stops_and_nothing_is_damaged(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with study(tmp_path) as first, study(tmp_path) as second:
+        first.plan([RUNS])
+        for change in (lambda: second.plan([RUNS]), lambda: second.note(packing={}), lambda: second.plan([RUNS[:1]])):
+            with pytest.raises(InputError, match="another process has written to the study in"):
+                change()
+        first.add({unit.id: record(unit) for unit in RUNS}, MADE)
+    assert records(tmp_path) == 4
+
+
+@pytest.mark.usefixtures("locks_that_do_nothing")
+def test_of_two_processes_that_create_a_study_at_once_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    naming = database._name
+
+    def too_late(temporary: Path, path: Path) -> None:
+        monkeypatch.setattr(database, "_name", naming)
+        fill(tmp_path)
+        naming(temporary, path)
+
+    monkeypatch.setattr(database, "_name", too_late)
+    with pytest.raises(InputError, match="another process is working"), study(tmp_path):
+        pass
+    assert records(tmp_path) == 2
+
+
+TWO = """
+import fcntl, sys
+fcntl.flock = lambda *_: None
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from onepass.errors import InputError
+from stored import GRID, MADE, RUNS, record, study
+try:
+    for _ in range(5):
+        with study(Path({folder!r})) as opened:
+            for unit in [*GRID, *RUNS]:
+                if unit.id not in opened.contents.entries:
+                    opened.plan([[unit]])
+                if unit.id not in opened.contents.records:
+                    opened.add({{unit.id: record(unit)}}, MADE)
+except InputError as reason:
+    print(reason)
+"""
+
+
+def test_two_processes_without_locks_store_every_unit_once_or_stop_with_a_sentence(tmp_path: Path) -> None:
+    script = TWO.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        said, errors = process.communicate(timeout=100)
+        assert errors == ""
+        assert process.returncode == 0
+        assert said.count("\n") <= 1
+    assert records(tmp_path) == 4
+
+
+# ---- what is done to the file
+
+
+@pytest.mark.parametrize("when", ["before the end", "at the end"])
+def test_a_file_that_is_removed_while_the_study_runs_is_put_back(when: str, tmp_path: Path) -> None:
+    fill(tmp_path)
+
+    def run() -> None:
+        with study(tmp_path) as opened:
+            opened.plan([RUNS])
+            (tmp_path / FILE).unlink()
+            if when == "before the end":
+                with pytest.raises(InputError, match="was removed"):
+                    opened.add({RUNS[0].id: record(RUNS[0])}, MADE)
+                opened.add({RUNS[1].id: record(RUNS[1])}, MADE)
+
+    with pytest.raises(InputError, match="was removed or replaced while the study ran; all that is finished was saved as"):
+        run()
+    assert records(tmp_path) == (4 if when == "before the end" else 2)
+    with study(tmp_path) as opened:
+        assert len(opened.contents.entries) == 4
+
+
+def test_a_file_that_is_replaced_while_the_study_runs_stays_and_ours_is_saved_beside_it(tmp_path: Path) -> None:
+    other = fill(tmp_path / "other")
+
+    def run() -> None:
+        with study(tmp_path / "ours") as opened:
+            opened.plan([RUNS])
+            shutil.copy(other / FILE, tmp_path / "new")
+            os.replace(tmp_path / "new", tmp_path / "ours" / FILE)
+            opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
+
+    with pytest.raises(InputError, match=r"saved as .*study.sqlite.kept"):
+        run()
+    assert (tmp_path / "ours" / FILE).read_bytes() == (other / FILE).read_bytes()
+    os.replace(tmp_path / "ours" / f"{FILE}.kept", tmp_path / "ours" / FILE)
+    assert records(tmp_path / "ours") == 2
+
+
+def test_a_run_whose_file_is_removed_ends_with_a_sentence_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adding = Store.add
+
+    def remove_and_add(self: Store, *arguments: object) -> None:
+        monkeypatch.setattr(Store, "add", adding)
+        (tmp_path / FILE).unlink()
+        adding(self, *arguments)  # type: ignore[arg-type]
+
+    command = ("run", "quickstart", "--out", str(tmp_path), *QUICK)
+    monkeypatch.setattr(Store, "add", remove_and_add)
+    assert outcome(*command) == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "was removed" in said
+    assert "Traceback" not in said
+    before = records(tmp_path)
+    assert before > 0
+    assert outcome(*command) == 0
+    assert records(tmp_path) > before
+
+
+def older_log(folder: Path) -> bytes:
+    """The write-ahead log of an older state of a study that goes on afterwards."""
+    with study(folder) as opened:
+        as_older_versions(opened)
+        opened.plan([GRID])
+        opened.add({GRID[0].id: record(GRID[0])}, MADE)
+        log = (folder / f"{FILE}-wal").read_bytes()
+        opened.add({GRID[1].id: record(GRID[1])}, MADE)
+    assert records(folder) == 2
+    return log
+
+
+def test_an_old_log_beside_a_newer_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / f"{FILE}-wal").write_bytes(older_log(tmp_path))
+    before = (tmp_path / FILE).read_bytes()
+    for opening in (Store.read(tmp_path), study(tmp_path)):
+        with pytest.raises(InputError, match="wal beside it is older than it and would hide 1 results: move it away"), opening:
+            pass
+    assert (tmp_path / FILE).read_bytes() == before
+    (tmp_path / f"{FILE}-wal").unlink()
+    assert records(tmp_path) == 2
+
+
+def journal_back_to(state: bytes) -> bytes:
+    """The rollback journal of a process that was killed in the middle of a commit, which leads back to this state of the file."""
+    size, nonce = 4096, 7
+    pages = [state[start : start + size] for start in range(0, len(state), size)]
+    header = [len(pages), nonce, len(pages), 512, size]
+    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(512, b"\0")
+    for number, page in enumerate(pages, start=1):
+        checksum = nonce + sum(page[place] for place in range(size - 200, 0, -200))
+        content += number.to_bytes(4, "big") + page + checksum.to_bytes(4, "big")
+    return content
+
+
+def test_a_journal_is_applied_to_the_file_it_belongs_to_and_to_no_other(tmp_path: Path) -> None:
+    fill(tmp_path)
+    journal = journal_back_to((tmp_path / FILE).read_bytes())
+    with study(tmp_path) as opened:
+        opened.plan([RUNS])
+    next_one = (tmp_path / FILE).read_bytes()
+    with study(tmp_path) as opened:
+        opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
+    newest = (tmp_path / FILE).read_bytes()
+    (tmp_path / f"{FILE}-journal").write_bytes(journal)
+    for opening in (Store.read(tmp_path), study(tmp_path)):
+        with pytest.raises(InputError, match="journal beside it is of another state of the study"), opening:
+            pass
+    assert (tmp_path / FILE).read_bytes() == newest
+    (tmp_path / FILE).write_bytes(next_one)
+    assert records(tmp_path) == 2
+    assert (tmp_path / FILE).read_bytes() == next_one, "reading changes nothing"
+    with study(tmp_path) as opened:
+        assert len(opened.contents.entries) == 2
+    assert not (tmp_path / f"{FILE}-journal").exists()
+
+
+def test_a_journal_that_names_other_files_is_refused_and_they_stay(tmp_path: Path) -> None:
+    """SQLite removes such a file once it has read the journal."""
+    fill(tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    name = str(victim).encode()
+    named = (2**30 // 4096 + 1).to_bytes(4, "big") + name + len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big") + recovery._MAGIC
+    (tmp_path / f"{FILE}-journal").write_bytes(journal_back_to((tmp_path / FILE).read_bytes()) + named)
+    for opening in (Store.read(tmp_path), study(tmp_path)):
+        with pytest.raises(InputError, match="names other files"), opening:
+            pass
+    assert victim.read_bytes() == b"mine"
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with sqlite3.connect(tmp_path / "copy" / FILE) as connection:
+        connection.execute("SELECT * FROM units")
+    connection.close()
+    assert not victim.exists(), "what SQLite does with it: this test shows what it says"
+
+
+def test_a_reader_never_sees_a_study_that_is_half_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    creating = threading.Event()
+    naming = database._name
+
+    def slowly(temporary: Path, path: Path) -> None:
+        creating.set()
+        time.sleep(0.3)
+        naming(temporary, path)
+
+    monkeypatch.setattr(database, "_name", slowly)
+    writer = threading.Thread(target=fill, args=(tmp_path,))
+    writer.start()
+    creating.wait(10)
+    with Store.read(tmp_path) as opened:
+        assert opened.contents.study["recipe"]
+    writer.join()
+
+
+def test_a_study_whose_creation_takes_long_is_said_to_be_just_being_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "CREATION", 0.1)
+    with locking.held(tmp_path):
+        for content in (None, b""):
+            if content is not None:
+                (tmp_path / FILE).write_bytes(content)
+            with pytest.raises(InputError, match="is just being created"), Store.read(tmp_path):
+                pass
+
+
+# ---- file systems that cannot lock
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentence(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for command in (["status"], ["table"], ["show"], ["verify"], ["companions"]):
+        assert outcome(*command, str(tmp_path)) in (0, 1), command
+    capsys.readouterr()
+    for command in (["run", "--out", str(tmp_path)], ["merge", str(tmp_path / "new"), str(tmp_path)]):
+        assert outcome(*command) == 2
+        said = capsys.readouterr().err
+        assert "cannot lock files" in said
+        assert said.count("\n") == 1
+
+
+def test_a_study_of_an_older_version_is_read_from_a_folder_that_is_read_only(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert records(tmp_path) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

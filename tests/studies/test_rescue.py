@@ -1,0 +1,156 @@
+"""What is sound of a damaged study comes out of it, and the study itself is not changed."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onepass.cli import main
+from onepass.errors import InputError
+from onepass.studies.database import FILE
+from onepass.studies.rescue import rescue
+from onepass.studies.results import evaluation
+from onepass.studies.store import Store
+from stored import GRID, MADE, RECIPE, RUNS, as_older_versions, fill, record, study
+
+
+def execute(folder: Path, *statements: str) -> None:
+    with sqlite3.connect(folder / FILE) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def found(folder: Path) -> set[str]:
+    with Store.read(folder) as opened:
+        for unit in opened.contents.records:
+            planned = opened.contents.entries[unit].unit
+            assert opened.record(unit).same_as(record(planned))
+            assert opened.contents.records[unit].provenance == MADE
+        return set(opened.contents.records)
+
+
+GRID_IDS, RUN_IDS = {unit.id for unit in GRID}, {unit.id for unit in RUNS}
+
+
+def truncate_arrays(folder: Path) -> None:
+    path = next(path for path in (folder / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes())
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "left", "lost"),
+    [
+        (lambda _: None, GRID_IDS | RUN_IDS, 0),
+        (lambda folder: execute(folder, "DELETE FROM study WHERE key = 'counts'"), GRID_IDS | RUN_IDS, 0),
+        (lambda folder: execute(folder, "UPDATE study SET value = '{}' WHERE key = 'counts'"), GRID_IDS | RUN_IDS, 1),
+        (lambda folder: execute(folder, f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'"), GRID_IDS - {GRID[0].id} | RUN_IDS, 1),
+        (lambda folder: execute(folder, "DELETE FROM units"), GRID_IDS | RUN_IDS, 0),
+        (lambda folder: execute(folder, "DROP TABLE units"), GRID_IDS | RUN_IDS, 1),
+        (lambda folder: execute(folder, "DROP TABLE records"), set(), 1),
+        (lambda folder: execute(folder, "CREATE VIEW v AS SELECT 1"), GRID_IDS | RUN_IDS, 0),
+        (truncate_arrays, GRID_IDS, 2),
+    ],
+)
+def test_everything_that_is_sound_is_rescued_and_the_rest_is_named(harm: Callable[[Path], None], left: set[str], lost: int, tmp_path: Path) -> None:
+    fill(tmp_path / "old")
+    fill(tmp_path / "old", RUNS)
+    harm(tmp_path / "old")
+    before = everything(tmp_path / "old")
+    rescued = rescue(tmp_path / "old", tmp_path / "new")
+    assert everything(tmp_path / "old") == before
+    assert found(tmp_path / "new") == left
+    assert (rescued.results, len(rescued.lost)) == (len(left), lost)
+    with study(tmp_path / "new") as opened:
+        new = [unit for unit in [*GRID, *RUNS] if unit.id not in opened.contents.records]
+        assert {entry.unit.id for fleet in opened.open_fleets().values() for entry in fleet} <= {unit.id for unit in new}
+
+
+def test_what_two_drivers_of_older_versions_have_left_is_rescued(tmp_path: Path) -> None:
+    """They counted rows in their memories, each its own."""
+    fill(tmp_path / "old")
+    with study(tmp_path / "old") as opened:
+        opened.plan([RUNS])
+        opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
+        opened._connection.execute("UPDATE study SET value = replace(value, '\"records\":4', '\"records\":2')")
+    with pytest.raises(InputError, match="cannot be used"), Store.read(tmp_path / "old"):
+        pass
+    assert rescue(tmp_path / "old", tmp_path / "new").results == 4
+    assert found(tmp_path / "new") == GRID_IDS | RUN_IDS
+
+
+def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
+    many = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
+    fill(tmp_path / "old", many)
+    path = tmp_path / "old" / FILE
+    content = bytearray(path.read_bytes())
+    pages = [bytes(content[start : start + 4096]) for start in range(0, len(content), 4096)]
+    page = next(number for number, held in enumerate(pages) if many[30].id.encode() in held and b"a processor" in held)
+    content[page * 4096 : page * 4096 + 200] = bytes(200)
+    path.write_bytes(content)
+    rescued = rescue(tmp_path / "old", tmp_path / "new")
+    assert rescued.lost
+    assert len(found(tmp_path / "new")) == rescued.results > 20
+
+
+def test_results_in_the_file_and_in_an_older_log_are_both_rescued(tmp_path: Path) -> None:
+    with study(tmp_path / "old") as opened:
+        as_older_versions(opened)
+        opened.plan([GRID])
+        opened.add({GRID[0].id: record(GRID[0])}, MADE)
+        log = (tmp_path / "old" / f"{FILE}-wal").read_bytes()
+        opened.add({GRID[1].id: record(GRID[1])}, MADE)
+    (tmp_path / "old" / f"{FILE}-wal").write_bytes(log)
+    rescue(tmp_path / "old", tmp_path / "new")
+    assert found(tmp_path / "new") == GRID_IDS
+
+
+def test_without_a_recipe_there_is_nothing_to_rescue(tmp_path: Path) -> None:
+    fill(tmp_path / "old")
+    execute(tmp_path / "old", "DELETE FROM study WHERE key = 'recipe'")
+    with pytest.raises(InputError, match=r"nothing of the study in .* can be rescued"):
+        rescue(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path / "old")
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        return ended.value.code, *capsys.readouterr()
+
+    code, said, _ = run("rescue", str(tmp_path / "old"), str(tmp_path / "new"))
+    assert (code, said.partition(" are")[0]) == (0, "2 results")
+    code, _, complaint = run("rescue", str(tmp_path / "old"), str(tmp_path / "new"))
+    assert (code, "there is a study in" in complaint) == (2, True)
+    execute(tmp_path / "old", f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'")
+    code, said, complaint = run("rescue", str(tmp_path / "old"), str(tmp_path / "third"))
+    assert (code, said.partition(" are")[0], complaint.startswith("lost: row ")) == (1, "1 results", True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["run", "quickstart", "--out", ""], ["run", "quickstart", "--out="], ["run", "--out", " "], ["run", "quickstart", "--json", ""]),
+        *(["run", "quickstart", "--tensorboard", ""], ["run", "quickstart", "--data", ""], ["table", ""], ["status", ""], ["merge", "", "x"]),
+        *(["table", ".", "--csv", ""], ["companions", ".", "--json="], ["merge", "x", ""], ["rescue", "", "x"], ["bench", "--markdown", ""]),
+    ],
+)
+def test_an_empty_argument_is_not_the_current_folder(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2
+    assert "is empty: give it a value" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
