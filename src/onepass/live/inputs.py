@@ -14,6 +14,7 @@ from onepass.errors import InputError
 
 X = Any  # a tensor or array; several as a tuple or list; or a mapping from names of `forward` to them
 Kind = tuple[torch.dtype, tuple[int, ...]]
+KINDS = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 
