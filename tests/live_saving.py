@@ -87,7 +87,9 @@ class Case:
     def load(self, path: Path) -> OnePass:
         torch.manual_seed(2)  # a module with other values
         module = self.build()
-        return OnePass.load(path, module, **self.given(module))
+        plan = self.settings.get("memory", SMALL)
+        place = {"where": plan.where, "folder": plan.folder} if plan.where == "disk" else {}
+        return OnePass.load(path, module, **self.given(module), **place)
 
     def run(self, learner: OnePass, begin: int = 0, end: int = len(EVENTS)) -> list[float]:
         """The losses of these events."""

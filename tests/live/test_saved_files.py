@@ -30,7 +30,7 @@ from live_saving import (
     values,
 )
 from onepass import InputError, Memory, OnePass
-from onepass.live import saving
+from onepass.live.container import FORMAT
 from onepass.live.saving import packed
 from toys import FEATURES, Normed, mutated
 
@@ -66,7 +66,7 @@ def test_the_file_is_plain_safetensors_with_a_json_header(saved: Path, monkeypat
         about = json.loads(file.metadata()["onepass"])
         names = set(file.keys())
         weight = file.get_tensor("module.0.weight")
-    assert about["format"] == saving.FORMAT == 1
+    assert about["format"] == FORMAT == 1
     assert about["settings"]["method"] == "a-gem"
     assert {name.partition(".")[0] for name in names} == {"module", "learner", "memory", "sample"}
 

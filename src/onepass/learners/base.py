@@ -7,11 +7,14 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from onepass.engine.fleet import Carry, Fleet
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch
+
+Example = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,17 @@ class Learner(ABC):
     def counters(self) -> dict[str, int]:
         """What the host counts with."""
         return {name: int(getattr(self, name)) for name in self.keeps if not isinstance(getattr(self, name), Tensor)}
+
+    def accepts(self, state: Mapping[str, Tensor], counters: Mapping[str, int], example: Example | None) -> bool:
+        """Whether this could be a saved `state()` and `counters()` of its own, before it is restored. `example` is the type and the shape of an
+        example, if there were some."""
+        mine, numbers = self.state(), self.counters()
+        return (
+            state.keys() == mine.keys()
+            and counters.keys() == numbers.keys()
+            and all(state[name].dtype == tensor.dtype and state[name].shape == tensor.shape for name, tensor in mine.items())
+            and all(counters[name] in (0, 1) for name in numbers if isinstance(getattr(self, name), bool))
+        )
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
         """Go on from a saved `state()` and `counters()` of the same runs."""

@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 from onepass.draws import Purpose, Source
 from onepass.engine.fleet import LOST, Fleet
 from onepass.errors import InputError
-from onepass.learners.base import Learner
+from onepass.learners.base import Example, Learner
 from onepass.memory import EpisodicMemory
 from onepass.streams.batch import Batch, joined
 
@@ -188,6 +188,21 @@ class ICarl(Learner):
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {f"teacher.{name}": buffer for name, buffer in self._teacher_buffers.items()}
+
+    def accepts(self, state: Mapping[str, Tensor], counters: Mapping[str, int], example: Example | None) -> bool:
+        table, seen = self.fleet.slots.table, counters.get("seen", -1)
+        if not {"x", "held"} <= state.keys() or not 0 <= seen <= len(table):
+            return False
+        x, held, classes = state["x"], state["held"], sum(map(len, table[:seen]))
+        if classes:
+            kind, shape = example or (None, ())
+            places = self.budget // classes
+            sound = x.dtype == kind and x.shape == (self.fleet.runs, classes, places, *shape)
+            sound = sound and bool(x.isfinite().all()) and held.dtype == self.held.dtype and held.shape == (self.fleet.runs, classes)
+            if not sound or not bool((held >= 0).all() and (held <= places).all() and (held.sum(1) > 0).all()):
+                return False
+        # What a class has is as large as the classes that were seen; all else is as in a learner that has seen none.
+        return super().accepts({**state, **({"x": self.x, "held": self.held} if classes else {})}, counters, example)
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
         super().restore(state, counters)

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from onepass.errors import InputError, first_line
-from onepass.files import cannot_write, check_writable, write
+from onepass.files import StorageError, check_writable, write
+
+
+def written(path: Path, content: bytes, otherwise: str) -> None:
+    """Write a file whole or not at all; `otherwise` says what is true if that fails."""
+    try:
+        write(path, content)
+    except StorageError as reason:  # whose advice is for a command
+        why = str(reason).partition(": make room")[0]
+        raise InputError(f"{why}: make room or choose another place; {otherwise}") from None
 
 
 def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], path: Path) -> None:
@@ -34,9 +43,9 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
                 torch.onnx.export(program, (), str(temporary), dynamo=True, verbose=False, external_data=False)
             else:
                 torch.export.save(program, temporary)
-            write(path, temporary.read_bytes())
+            written(path, temporary.read_bytes(), "nothing was exported")
     except OSError as reason:
-        raise cannot_write(path, reason) from None
+        raise InputError(f"cannot write {path} ({reason.strerror or reason}): make room or choose another place; nothing was exported") from None
     except Exception as reason:
         if isinstance(reason, InputError):
             raise

@@ -16,6 +16,7 @@ X = Any  # a tensor or array; several as a tuple or list; or a mapping from name
 Kind = tuple[torch.dtype, tuple[int, ...]]
 KEPT = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 LABELS = KEPT | {torch.uint16, torch.uint32, torch.uint64}  # which become int64
+KINDS = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 

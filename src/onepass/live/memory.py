@@ -7,6 +7,7 @@ lie is the business of `storage`.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class LiveMemory:
         self._quota: dict[int, int] = {}
         self._lucks: list[float] = []
         self._limit: int | None = None
+        self._reserves = True  # is all the room up to the limit taken at once?
         self.begin_task(0)
 
     # ---- what learners call
@@ -156,9 +158,9 @@ class LiveMemory:
         if self.storage is None:
             self._open(self._copy)
             assert self.storage is not None
-        needed = self._used + batch.slots.shape[1]
-        if needed > self.storage.rows and self._limit is None:
-            self.storage.reserve(needed + self.plan.per_task)
+        needed = min(self._used + batch.slots.shape[1], self._limit or math.inf)
+        if needed > self.storage.rows:
+            self.storage.reserve(int(min(needed + min(self.plan.per_task, needed), self._limit or math.inf)))
 
     def commit(self, labels: Sequence[int]) -> None:
         """The step was taken: offer the batch that the learner showed, example by example."""
@@ -235,7 +237,9 @@ class LiveMemory:
         if self._limit == 0:
             raise InputError(f"{self.plan.bytes} bytes are too few for a memory: one example needs {each}")
         device = self.fleet.device if self.plan.where == "module" else torch.device("cpu")
-        self.storage = Storage(values, device, Path(self.plan.folder) if self.plan.folder is not None else None, self._limit)
+        self.storage = Storage(
+            values, device, Path(self.plan.folder) if self.plan.folder is not None else None, self._limit if self._reserves else None
+        )
 
     def _luck_of_next(self) -> float:
         """A uniform number for the next example of the task: a function of the seed and of the example's number."""
@@ -370,7 +374,8 @@ class LiveMemory:
         return {"task": self.task, "number": self._number, "groups": groups, "quota": [list(pair) for pair in self._quota.items()]}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Go on from a saved `state()` and `counters()`."""
+        """Go on from a saved `state()` and `counters()`. Room comes with examples: a limit that a file names reserves nothing."""
+        self._reserves = False
         self.begin_task(counters["task"])
         self._number, self._quota = counters["number"], {int(label): int(share) for label, share in counters["quota"]}
         if not state:

@@ -1,43 +1,45 @@
 """Saving a learner in the middle of its stream: one safetensors file with a JSON header, no pickle.
 
-The file is written under a temporary name, flushed and renamed, so a process that is killed leaves the old file or the new one.
+The file is written under a temporary name, flushed and renamed, so a process that is killed leaves
+the old file or the new one. A file may come from elsewhere: it is data about a learner. Where to
+write, how much to reserve and what to call is the caller's to say.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from onepass.errors import InputError
-from onepass.files import StorageError, canonical, digest, write
-from onepass.live.growth import check_head, grow
+from onepass.engine.modules import Buffers
+from onepass.errors import InputError, is_out_of_memory
+from onepass.interrupts import Held
+from onepass.live.container import AlteredError, pack, read, unpack
+from onepass.live.exporting import written
+from onepass.live.fitting import check_counts, check_memory, check_module, check_sample
+from onepass.live.growth import grow
+from onepass.live.header import Header, check_settings, placed, read_header
 from onepass.live.inputs import Examples
-from onepass.live.memory import Memory
 from onepass.live.optimisers import check_optimizer, check_saved, optimizer_state, restore_optimizer
 from onepass.live.wrapper import OnePass
 from onepass.streams.slots import Slots
 
-FORMAT = 1
-AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave", "autosave_every"}  # what a file cannot hold
+# What a file cannot hold, or must not decide.
+AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave", "autosave_every", "where", "folder"}
+PARTS = ("module", "learner", "memory", "sample", "optimizer")
 
 
 def save(owner: OnePass, path: Path) -> None:
     """Write everything that decides how learning goes on."""
     owner.fleet.intact()
-    try:
-        write(path, packed(owner))
-    except StorageError as reason:  # whose advice is for a command
-        why = str(reason).partition(": make room")[0]
-        raise InputError(f"{why}: make room or choose another place; what was saved before is still there") from None
+    written(path, packed(owner), "what was saved before is still there")
 
 
 def packed(owner: OnePass) -> bytes:
@@ -54,7 +56,6 @@ def packed(owner: OnePass) -> bytes:
         parts["optimizer"], optimizer = optimizer_state(fleet.optimizer)
     tensors = {f"{part}.{name}": t.detach().cpu().contiguous().clone() for part, state in parts.items() for name, t in state.items()}
     about = {
-        "format": FORMAT,
         "settings": settings(owner),
         "own_loss": not owner.classifies,
         "optimizer": optimizer,
@@ -67,10 +68,10 @@ def packed(owner: OnePass) -> bytes:
         "segment": owner.segment,
         "batches": owner.batches,
         "task": owner.task,
-        "best": [[group, score] for group, score in owner._watch.best.items()],
-        "tensors": _digest(tensors),
+        # JSON has no other numbers.
+        "best": [[group, score] for group, score in owner._watch.best.items() if math.isfinite(score)],
     }
-    return safetensors.torch.save(tensors, metadata={"onepass": canonical(about | {"checksum": digest(canonical(about))})})
+    return pack(about, tensors)
 
 
 def settings(owner: OnePass) -> dict[str, Any]:
@@ -90,113 +91,155 @@ def settings(owner: OnePass) -> dict[str, Any]:
 
 
 def load(path: Path, module: nn.Module, given: Mapping[str, Any]) -> OnePass:
-    try:
-        content = path.read_bytes()
-    except OSError as reason:
-        raise InputError(f"cannot read {path} ({reason.strerror or reason}): give the path of a file that save() wrote") from None
-    return unpacked(content, str(path), module, given)
+    """The learner of a file, in `module`, which is as before if the file is refused."""
+    _check_given(module, given)
+    with _one_sentence(str(path)):
+        return _made(*read(path), str(path), module, given)
 
 
 def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, Any]) -> OnePass:
-    """The learner whose file has this content, in `module`."""
-    about, tensors = _read(content, path)
+    """The learner whose file has this content.
+
+    The caller made it, as a part of something that is trusted: a memory on disk is where it was.
+    """
+    _check_given(module, given)
+    with _one_sentence(path):
+        about, tensors = unpack(content, path)
+        plan = read_header(about).plan
+        return _made(about, tensors, path, module, {"where": plan["where"], "folder": plan["folder"], **given})
+
+
+def _check_given(module: nn.Module, given: Mapping[str, Any]) -> None:
+    if not isinstance(module, nn.Module):
+        raise InputError(f"a learner is loaded into an nn.Module, got {type(module).__name__}")
     for name in given:
         if name not in AGAIN:
             raise InputError(f"'{name}' is in the file and cannot be given again: load takes {', '.join(sorted(AGAIN))}")
-    for what, needed, name in (("a loss of its own", about["own_loss"], "loss"), ("an optimizer", about["optimizer"] is not None, "optimizer")):
+    check_optimizer(given.get("optimizer"), module)
+
+
+@contextmanager
+def _one_sentence(path: str) -> Iterator[None]:
+    try:
+        yield
+    except AlteredError as reason:
+        raise InputError(f"{path} was altered after it was saved ({reason}): take another copy of it") from None
+    except Exception as reason:
+        if isinstance(reason, InputError) or not is_out_of_memory(reason):
+            raise
+        raise InputError(f"there is not enough memory to load {path}: make room, or load it on a larger machine") from reason
+
+
+def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, module: nn.Module, given: Mapping[str, Any]) -> OnePass:
+    """A new learner in `module`, which goes on from what was saved."""
+    header = read_header(about)
+    saved, optimizer = header.optimizer, given.get("optimizer")
+    for what, needed, name in (("a loss of its own", header.own_loss, "loss"), ("an optimizer", saved is not None, "optimizer")):
         if needed != (given.get(name) is not None):
             raise InputError(f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}=")
-    was = dict(about["settings"])
-    own, memory = was.pop("own"), Memory(**was.pop("memory"))
-    tasks = dict(was.pop("tasks")) if was["tasks"] else was.pop("tasks")
-    _fit(module, tensors, was["grow"])
-    if given.get("optimizer") is not None:
-        check_optimizer(given["optimizer"], module)
-        check_saved(given["optimizer"], about["optimizer"])
-    owner = OnePass(module, tasks=tasks, memory=memory, **was, **own, **given)
-    fleet = owner.fleet
-    if owner.head is not None and about["outputs"] is not None:
-        size, width = fleet.theta.shape[1], cast(nn.Linear, module.get_submodule(owner.head)).out_features
-        if width != about["outputs"]:
-            owner.learner.resize(size, grow(fleet, owner.head, about["outputs"])[0])
-    owner.outputs, owner.segment, owner.batches, owner.task = about["outputs"], about["segment"], about["batches"], about["task"]
-    if owner.outputs is not None and not owner._tasks:
-        fleet.compete(Slots((tuple(range(owner.outputs)),)))
-    with torch.no_grad():
-        for name, own_tensor in [*module.named_parameters(), *module.named_buffers()]:
-            own_tensor.copy_(tensors[f"module.{name}"])
-    fleet.continue_at(about["fleet"])
-    owner.learner.restore(_part(tensors, "learner"), about["learner"])
-    if owner.memory is not None:
-        owner.memory.restore(_part(tensors, "memory"), about["memory"])
-    if fleet.optimizer is not None:
-        restore_optimizer(fleet.optimizer, _part(tensors, "optimizer"), about["optimizer"])
-    if about["examples"] is not None:
-        owner.examples = _examples(about["examples"])
-        fleet.keywords, fleet.replays = owner.examples.keywords, set(about["replays"])
-        owner._sample = [tensor.to(fleet.device) for tensor in _part(tensors, "sample").values()]
-    owner._watch.best = {int(group): float(score) for group, score in about["best"]}
+    own, memory = check_settings(header), placed(header, given, path)
+    state = {part: {key.partition(".")[2]: tensors[key] for key in sorted(tensors) if key.partition(".")[0] == part} for part in PARTS}
+    if sum(map(len, state.values())) != len(tensors) or (saved is None and state["optimizer"]):
+        raise AlteredError("tensors that belong to nothing")
+    check_module(header, state["module"], module)
+    sample = check_sample(header, state["sample"])
+    if optimizer is not None and saved is not None:
+        check_saved(optimizer, saved.kind, saved.groups)
+    with Held(), _unharmed(module, optimizer):
+        owner = OnePass(
+            module,
+            header.settings.method,
+            learning_rate=header.settings.learning_rate,
+            tasks=header.tasks,
+            task_free=header.settings.task_free,
+            grow=header.settings.grow,
+            memory=memory,
+            precision=header.settings.precision,
+            seed=header.settings.seed,
+            **{name: value for name, value in given.items() if name not in ("where", "folder")},
+            **own,  # whose names are the method's alone
+        )
+        check_memory(header, memory, state["memory"], owner.memory is not None)
+        _restore(owner, header, state)
+        if optimizer is not None and saved is not None:
+            restore_optimizer(optimizer, state["optimizer"], saved.groups, saved.numbers)
+        if header.examples is not None:
+            owner.examples = header.examples.examples()
+            owner.fleet.keywords, owner.fleet.replays = owner.examples.keywords, set(header.replays)
+            owner._sample = [tensor.to(owner.fleet.device) for tensor in sample]
     return owner
 
 
-def _fit(module: nn.Module, tensors: Mapping[str, Tensor], head: str | bool) -> None:
-    """Raise unless the module has the parameters and buffers that were saved; a head may have to grow."""
-    name = check_head(module, head) if head is not False else None
-    saved = {key.removeprefix("module."): t for key, t in tensors.items() if key.startswith("module.")}
-    own: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
-    for key in sorted(saved.keys() ^ own.keys()):
-        raise InputError(f"the module does not fit the file: '{key}' is only in {'the file' if key in saved else 'the module'}")
-    for key, tensor in sorted(saved.items()):
-        grown = (
-            name is not None
-            and key in (f"{name}.weight".lstrip("."), f"{name}.bias".lstrip("."))
-            and tensor.shape[1:] == own[key].shape[1:]
-            and len(tensor) >= len(own[key])
-        )
-        if (tensor.shape != own[key].shape and not grown) or tensor.dtype != own[key].dtype:
-            now = f"{own[key].dtype} of shape {list(own[key].shape)}"
-            raise InputError(f"the module does not fit the file: '{key}' is {now}, and was {tensor.dtype} of shape {list(tensor.shape)}")
+def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Everything that is the learner's own."""
+    fleet, module = owner.fleet, owner.module
+    if owner.head is not None:
+        head = module.get_submodule(owner.head)
+        assert isinstance(head, nn.Linear)
+        size, width = fleet.theta.shape[1], len(state["module"][f"{owner.head}.weight".lstrip(".")])
+        if width != head.out_features:
+            owner.learner.resize(size, grow(fleet, owner.head, width)[0])
+    owner.outputs, owner.segment, owner.batches, owner.task = header.outputs, header.segment, header.batches, header.task
+    if owner.outputs is not None and not owner._tasks:
+        fleet.compete(Slots((tuple(range(owner.outputs)),)))
+    with torch.no_grad():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            tensor.copy_(state["module"][name])
+    fleet.continue_at(header.fleet.model_dump())
+    example = None if header.examples is None else header.examples.examples().inputs[0]
+    tasks = header.learner.get("seen", header.segment)  # of a method that counts them itself
+    if tasks != header.segment or not owner.learner.accepts(state["learner"], header.learner, example):
+        raise AlteredError("the state of its method")
+    check_counts(state["learner"])
+    owner.learner.restore(state["learner"], header.learner)
+    if owner.memory is not None and header.memory is not None:
+        owner.memory.restore(state["memory"], header.memory.model_dump())
+    owner._watch.best = dict(header.best)
 
 
-def _read(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+@contextmanager
+def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """After an error, the module and the optimizer are as they were before."""
+    parts = list(module.modules())
+    buffers = Buffers(parts)
+    data = [(parameter, parameter.data) for parameter in module.parameters()]  # wrapping replaces it
+    looks = [(part, dict(part._parameters), part.training, part.__dict__.get("out_features")) for part in parts]
+    back = None if optimizer is None else _as_now(optimizer)
     try:
-        length = int.from_bytes(content[:8], "little")
-        about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["onepass"])
-        version, checksum = about["format"], about.pop("checksum")
-        sound = checksum == digest(canonical(about))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"{path} is damaged or not a file that save() wrote") from None
-    if version != FORMAT:
-        raise InputError(f"{path} has format {version}, and this version of onepass reads {FORMAT}: load it with the version that wrote it")
-    if not sound:
-        raise InputError(f"{path} is damaged: its header is not the one that was saved")
-    try:
-        tensors = safetensors.torch.load(content)
-    except (SafetensorError, ValueError, KeyError):
-        raise InputError(f"{path} is damaged: its tensors cannot be read") from None
-    if _digest(tensors) != about["tensors"]:
-        raise InputError(f"{path} is damaged: its tensors are not those that were saved")
-    return about, tensors
+        yield
+    except BaseException:
+        for part, parameters, mode, width in looks:
+            part._parameters.update(parameters)
+            part.training = mode
+            if width is not None:
+                part.out_features = width
+        for parameter, values in data:
+            parameter.data = values
+        buffers.restore()
+        if back is not None:
+            back()
+        raise
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+def _as_now(optimizer: Optimizer) -> Callable[[], None]:
+    """What brings an optimizer back to where it is now.
 
+    Loading and growing replace its tensors and write into none.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    settings, states = [{**group, "params": list(group["params"])} for group in groups], dict(state)
 
-def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key.removeprefix(f"{name}."): tensors[key] for key in sorted(tensors) if key.startswith(f"{name}.")}
+    def back() -> None:
+        for group, before in zip(groups, settings, strict=True):
+            group.clear()
+            group.update(before)
+        state.clear()
+        state.update(states)
+        optimizer.param_groups, optimizer.state = groups, state
+
+    return back
 
 
 def _described(examples: Examples) -> dict[str, Any]:
     kinds = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in (*examples.inputs, examples.target)]
     return {"kinds": kinds, "keywords": list(examples.keywords)}
-
-
-def _examples(described: Mapping[str, Any]) -> Examples:
-    kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in described["kinds"]]
-    return Examples(tuple(kinds[:-1]), tuple(described["keywords"]), kinds[-1])

@@ -368,7 +368,11 @@ class OnePass:
     @staticmethod
     def load(path: str | Path, module: nn.Module, **settings: Any) -> OnePass:
         """Go on from a saved file in a module of the same architecture; what a file cannot hold (a loss of your own, an optimizer over this
-        module's parameters, `watch`, `autosave`) is given again. Learning goes on bit-identically on the same CPU."""
+        module's parameters, `watch`, `autosave`) is given again. Learning goes on bit-identically on the same CPU.
+
+        The file may come from elsewhere: no code in it is run, and where to write is yours to say. A memory that was on disk needs a place,
+        `where="disk"` and `folder=…`, or `where="cpu"` or `where="module"`; any other memory may be given one. Room for it is made as examples
+        come. A file that is damaged or was altered raises an `InputError`, and the module and the optimizer are as before."""
         from onepass.live.saving import load
 
         check_module(module, "second")

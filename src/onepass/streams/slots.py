@@ -102,8 +102,13 @@ class _Surprise(torch.autograd.Function):
 
 class _Rivals:
     def __init__(self, rows: dict[int, tuple[int, ...]], device: torch.device) -> None:
-        width = max(len(row) for row in rows.values())
-        self.partial = any(row != tuple(range(len(rows))) for row in rows.values())
+        everything, different = tuple(range(len(rows))), list({id(row): row for row in rows.values()}.values())
+        width = max(map(len, different))
+        self.partial, self.ragged = any(row != everything for row in different), False
+        if not self.partial:  # one head: a table of its own would grow with the square of the classes
+            self.position = torch.arange(len(rows), device=device)
+            self.competitors = self.position.expand(len(rows), -1)
+            return
         table = [list(row) + [-1] * (width - len(row)) for row in rows.values()]
         self.ragged = any(-1 in row for row in table)
         self.competitors = torch.tensor(table, device=device)

@@ -1,0 +1,155 @@
+"""The file of a learner as a container: safetensors with a JSON header of ours.
+
+Everything it says of itself is bounded before it is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from onepass.errors import InputError
+from onepass.files import canonical, digest
+
+FORMAT = 1
+LONGEST = 100_000_000  # bytes of a header: safetensors reads no longer one
+# Values in a header, and one more for every eight bytes of the file: each costs some hundred bytes.
+VALUES = 2**20
+KEY = "onepass"  # of our header in that of safetensors
+
+
+class AlteredError(Exception):
+    """What in a file cannot be what was saved, in a few words."""
+
+
+def pack(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """The content of a file."""
+    about = {"format": FORMAT, **about, "tensors": _digest(tensors)}
+    return safetensors.torch.save(dict(tensors), metadata={KEY: canonical(about | {"checksum": digest(canonical(about))})})
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a plain file: a pipe or a device may have no end.
+
+    The header comes first, so a large file of another kind is refused without reading it.
+    """
+    try:
+        # A pipe without a writer would be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            about = os.fstat(handle)
+            if not stat.S_ISREG(about.st_mode):
+                raise InputError(f"cannot read {path} (it is not a plain file): give the path of a file that save() wrote")
+            with open(handle, "rb", closefd=False) as file:
+                begin = file.read(8)
+                begin += file.read(_header_length(begin, about.st_size, str(path)))
+                header = _header(begin, about.st_size, str(path))
+                file.seek(0)
+                content = file.read(about.st_size)
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as reason:
+        if isinstance(reason, InputError):
+            raise
+        why = getattr(reason, "strerror", None) or reason
+        raise InputError(f"cannot read {path} ({why}): give the path of a file that save() wrote") from None
+    if len(content) != about.st_size or not content.startswith(begin):
+        raise InputError(f"{path} was changed while it was read: load it again")
+    return header, _tensors(content, header, str(path))
+
+
+def unpack(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a file's content."""
+    header = _header(content[: 8 + _header_length(content[:8], len(content), path)], len(content), path)
+    return header, _tensors(content, header, path)
+
+
+def _header_length(begin: bytes, size: int, path: str) -> int:
+    length = int.from_bytes(begin, "little")
+    if len(begin) < 8 or not 2 <= length <= min(LONGEST, size - 8):
+        raise _foreign(path)
+    return length
+
+
+def _header(begin: bytes, size: int, path: str) -> dict[str, Any]:
+    """Our header, if it is the one that was saved.
+
+    `begin` is the length of the header of safetensors, and that header.
+    """
+    if sum(begin.count(sign) for sign in (b"[", b"{", b",")) > VALUES + size // 8:
+        raise _foreign(path)
+    try:
+        outer = json.loads(begin[8:], object_pairs_hook=_once)
+        text = outer["__metadata__"][KEY]
+        about: dict[str, Any] = json.loads(text)
+        version, checksum = about["format"], about.pop("checksum")
+        sound = checksum == digest(canonical(about)) and canonical(about | {"checksum": checksum}) == text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _foreign(path) from None
+    if type(version) is not int or version != FORMAT:
+        found = version if type(version) in (int, float) else "of another kind"
+        raise InputError(f"{path} has format {found}, and this version of onepass reads {FORMAT}: load it with the version that wrote it")
+    if not sound:
+        raise InputError(f"{path} is damaged: its header is not the one that was saved")
+    del outer["__metadata__"]
+    if not _lies_well(outer, size - len(begin)):
+        raise InputError(f"{path} is damaged: its tensors cannot be read")
+    return about
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def _lies_well(tensors: Mapping[str, Any], size: int) -> bool:
+    """Whether all tensors together are the rest of the file, with shapes that torch can have."""
+    ends = 0
+    for tensor in tensors.values():
+        if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
+            return False
+        shape, offsets = tensor["shape"], tensor["data_offsets"]
+        if not (isinstance(shape, list) and isinstance(offsets, list) and all(type(n) is int and n >= 0 for n in (*shape, *offsets))):
+            return False
+        elements = 1
+        for n in shape:
+            elements *= max(n, 1)
+        if len(offsets) != 2 or len(shape) > 64 or elements >= 2**59:
+            return False
+        ends += offsets[1] - offsets[0]
+    return ends == size
+
+
+def _tensors(content: bytes, about: Mapping[str, Any], path: str) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.torch.load(content)
+    except (SafetensorError, ValueError, KeyError):
+        raise InputError(f"{path} is damaged: its tensors cannot be read") from None
+    if _digest(tensors) != about.get("tensors"):
+        raise InputError(f"{path} is damaged: its tensors are not those that were saved")
+    return tensors
+
+
+def _foreign(path: str) -> InputError:
+    return InputError(f"{path} is damaged or not a file that save() wrote: give the path of one")
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
