@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
+
+LONGEST = 400  # characters of a name that are shown whole: paths seldom have more
 
 
 class InputError(ValueError):
@@ -19,7 +23,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
     names = sorted(valid)
     near = get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'? (valid: {', '.join(names)})" if near else f"choose one of {', '.join(names)}"
-    return InputError(f"unknown {kind} '{name}': {hint}")
+    return InputError(f"unknown {kind} '{shortened(name, LONGEST // 2)}': {hint}")
 
 
 def is_out_of_memory(reason: BaseException | None) -> bool:
@@ -44,3 +48,34 @@ def first_line(reason: BaseException) -> str:
     ('no', 'KeyboardInterrupt')
     """
     return str(reason).strip().partition("\n")[0] or type(reason).__name__
+
+
+def one_line(sentence: str) -> str:
+    """A sentence as one line of printable characters, whatever names it quotes: long ones are shortened, control characters escaped.
+
+    >>> one_line("there is no a\\nb"), len(one_line("no " + "x" * 5000))
+    ('there is no a\\\\nb', 204)
+    """
+    short = re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in short)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of which the middle is left out where it has more than `most` characters.
+
+    >>> shortened("abcdefgh", 6), shortened("abcdef", 6)
+    ('abc…fgh', 'abcdef')
+    """
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence can quote it.
+
+    >>> shown([0.1, 0.2]), shown(10**5000), len(shown("x" * 5000))
+    ('[0.1, 0.2]', 'int(…)', 101)
+    """
+    try:
+        return shortened(repr(value), 100)
+    except (ValueError, RecursionError):  # Python writes no number of thousands of digits, and nothing that is nested too deeply
+        return f"{type(value).__name__}(…)"
