@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from onepass.devices import is_device, pour
 from onepass.errors import InputError
 
 TEMPORARY = ".partial-"  # how the names of unfinished files begin
@@ -33,13 +35,17 @@ def check_writable(path: Path) -> None:
         for parent in path.parents:
             if parent.is_file():
                 raise NotADirectoryError(f"{parent} is not a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
+        with suppress(FileNotFoundError):
+            os.stat(path)  # a link to itself, or a name that no file can have
+        if is_device(path):
             return
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder = Path(os.path.realpath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as reason:
-        raise InputError(f"cannot write {path} ({reason.strerror or reason}): choose another place") from None
+    except (OSError, ValueError) as reason:
+        why = getattr(reason, "strerror", None) or reason
+        raise InputError(f"cannot write {path} ({why}): choose another place") from None
 
 
 def make_folder(path: Path) -> None:
@@ -55,10 +61,10 @@ def write(path: Path, content: bytes) -> None:
     A link is followed, and what is no plain file (a pipe, a device) is simply written to.
     """
     try:
-        path = path.resolve()
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)
+        if is_device(path):
+            pour(path, content)
             return
+        path = Path(os.path.realpath(path))
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
         try:
             with os.fdopen(handle, "wb") as file:

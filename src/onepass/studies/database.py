@@ -102,7 +102,7 @@ def _is_file(path: Path) -> bool:
 def check_target(path: Path) -> None:
     """Raise if a table cannot be written to `path`, or should not: the files of a study are its results."""
     check_writable(path)
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     ours = path.name.startswith(FILE) or path.name in ("lock", "progress.json")
     if (ours and (path.parent / FILE).exists()) or (path.parent.name == "arrays" and (path.parent.parent / FILE).exists()):
         raise InputError(f"{path} belongs to a study: choose another place")

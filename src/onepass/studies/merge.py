@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import combinations
@@ -19,11 +20,11 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
     A unit that two studies have with different results is a conflict: nothing is changed then.
     """
     for other in others:
-        if other.resolve() == into.resolve():
+        if os.path.realpath(other) == os.path.realpath(into):
             raise InputError(f"{other} cannot be merged into itself: name the studies to take from after the one that takes")
     with ExitStack() as stack:
         sources = [stack.enter_context(Store.read(other)) for other in others]
-        there = [stack.enter_context(Store.read(into))] if (into / FILE).exists() else []
+        there = [stack.enter_context(Store.read(into))] if os.path.exists(into / FILE) else []
         recipe = _united([*there, *sources])
         for pair in combinations([*there, *sources], 2):
             _refuse_conflicts(*pair)
