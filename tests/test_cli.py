@@ -49,7 +49,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         ("run quikstart", "did you mean 'quickstart'?"),
         ("run quickstart --methods agem", "did you mean 'a-gem'?"),
-        ("run quickstart --methods=", "at least one method"),
+        ("run quickstart --methods=,", "at least one method"),
         ("run quickstart --set memory_per_tsk=5", "did you mean 'memory_per_task'?"),
         ("run quickstart --set grids.vna.learning_rate=0.1", "did you mean 'grids.van.learning_rate'?"),
         ("run quickstart --set batch_size", "--set key=value"),
@@ -281,10 +281,13 @@ def test_companions_go_to_no_file_of_a_study(outcome: tuple[dict[str, Any], str]
     assert "it is a folder" in refusal(capsys, "companions", str(study), "--json", str(study))
 
 
-def test_verify_says_when_nothing_is_published(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
-    text = printed("verify", str(folder / "out"))
+def test_a_study_of_which_nothing_can_be_compared_is_not_verified(
+    outcome: tuple[dict[str, Any], str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("verify", str(folder / "out")) == 1
+    text = capsys.readouterr().out
     assert "not published" in text
-    assert "the paper's numbers are not for this study, which has train_examples=60, test_examples=40" in text
+    assert "nothing was compared: the paper's numbers are not for this study, which has train_examples=60, test_examples=40" in text
 
 
 def test_merging_a_study_into_a_new_folder_copies_it(outcome: tuple[dict[str, Any], str], folder: Path, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from onepass.output import open_closed_streams
+
 
 def main() -> None:
+    open_closed_streams()
     try:
         from onepass import cli  # takes a second or two: torch
 

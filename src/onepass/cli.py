@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -16,7 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from onepass.errors import InputError
+from onepass import output
+from onepass.errors import InputError, first_line, one_line, shortened
 
 if TYPE_CHECKING:
     from onepass.studies.recipe import Recipe
@@ -26,7 +29,10 @@ app = typer.Typer(add_completion=False)
 data_app = typer.Typer(help="Data sets.")
 app.add_typer(data_app, name="data")
 
-screen = Console(stderr=True, markup=False, highlight=False)
+output.forget_odd_sizes()  # which a console reads when it is made
+screen = Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+TRACEBACK = "ONEPASS_TRACEBACK"  # in the environment: show the traceback of an error that was not foreseen
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
@@ -64,14 +70,16 @@ def run(
         if value is not None and value < 1:
             raise InputError(f"{flag} {value} is not possible: use at least 1")
 
+    from onepass.report.targets import check_targets
+    from onepass.report.tracking import check_folder
     from onepass.report.watch import Watch
     from onepass.streams import stream
     from onepass.studies import executors, fetch, study
-    from onepass.studies.database import check_target
 
     device = study.check_device(device)
-    if json is not None:
-        check_target(json)
+    check_targets(json)
+    if tensorboard is not None:
+        check_folder(tensorboard)
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
     study.try_stream(asked, folder)  # before anything is written
@@ -81,6 +89,7 @@ def run(
         _sigterm_is_like_ctrl_c(),
         Watch(screen, tensorboard, store) as watch,
     ):
+        check_targets(json)  # again: now it is known which files are the study's
         if seeds is not None and seeds < recipe.seeds:
             screen.print(f"the study has {recipe.seeds} seeds already")
         try:
@@ -102,14 +111,14 @@ def _asked(name: str | None, change: list[str] | None, methods: str | None, seed
     from onepass.studies.store import Store
 
     if name is not None:
-        if (Path(name) / FILE).exists():
+        if os.path.exists(Path(name) / FILE):  # a name that no file can have is simply no study
             raise InputError(f"{name} is the folder of a study, not a recipe: go on with it by 'onepass run --out {name}'")
         return recipe.load(name, change, methods, seeds)
     if out is None:
         raise InputError("name a recipe to run ('onepass list' shows them), or the folder of a study to go on with by --out")
     with Store.read(out) as store:
         stored = store.contents.study["recipe"]
-    return recipe.load(stored["name"], change, methods, seeds, stored)
+    return recipe.load(recipe.from_stored(stored).name, change, methods, seeds, stored)
 
 
 class _TerminatedError(KeyboardInterrupt):
@@ -134,8 +143,12 @@ def _folder(out: Path | None) -> Iterator[Path]:
     if out is not None:
         yield out
         return
-    with tempfile.TemporaryDirectory(prefix="onepass-") as temporary:
-        yield Path(temporary)
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="onepass-")
+    except OSError as reason:
+        raise InputError(f"there is no place for temporary files ({reason.strerror or reason}): set TMPDIR to a folder, or use --out") from None
+    with temporary as place:
+        yield Path(place)
 
 
 @app.command()
@@ -153,10 +166,12 @@ def print_table(
     csv: Annotated[Path | None, typer.Option(help="File for the table as CSV, a line a run.")] = None,
 ) -> None:
     """Print the table of a study from its raw records."""
+    from onepass.report.targets import check_targets
     from onepass.studies.recipe import from_stored
     from onepass.studies.results import results
     from onepass.studies.store import Store
 
+    check_targets(json, csv)
     with Store.read(folder) as store:
         recipe = from_stored(store.contents.study["recipe"])
         found = results(recipe, store)
@@ -166,15 +181,13 @@ def print_table(
 def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None) -> None:
     from onepass import files
     from onepass.report import table
-    from onepass.studies import database
+    from onepass.report.targets import hand_out
 
-    for target in filter(None, (json, csv)):
-        database.check_target(target)
-    if json is not None:
-        files.write_json(json, table.document(recipe, results))
-    if csv is not None:
-        files.write(csv, table.lines(recipe, results).encode())
-    _wide().print(table.table(recipe, results))
+    hand_out(
+        partial(files.write_json, json, table.document(recipe, results)) if json else None,
+        partial(files.write, csv, table.lines(recipe, results).encode()) if csv else None,
+        partial(_wide().print, table.table(recipe, results)),
+    )
 
 
 @app.command()
@@ -229,13 +242,14 @@ def companions(folder: Folder, json: Annotated[Path | None, typer.Option(help="F
     """Print the paper's side tables for a study: worst-case forgetting, violations a task, time and memory."""
     from onepass import files
     from onepass.report.companions import collect, document, view
-    from onepass.studies.database import check_target
+    from onepass.report.targets import check_targets, hand_out
 
     found = collect(folder)
-    if json is not None:
-        check_target(json)
-        files.write_json(json, document(found))
-    _wide(120).print(view(found))  # a column a task: a narrow terminal breaks lines, but no number is cut
+    check_targets(json)
+    hand_out(
+        partial(files.write_json, json, document(found)) if json else None,
+        partial(_wide(120).print, view(found)),  # one column per task: a narrow terminal breaks lines, but no number is cut
+    )
 
 
 @app.command()
@@ -252,23 +266,22 @@ def bench(
     """Measure this machine: microseconds a run-step, a hand-written loop against ours, and the share of the floor."""
     from onepass import files
     from onepass.report import bench as measurements
-    from onepass.studies.database import check_target
+    from onepass.report.targets import check_targets, hand_out
     from onepass.studies.study import check_device
 
     plan = measurements.plan(check_device(device), methods, runs, rounds, tasks, both)
-    for target in filter(None, (json, markdown)):
-        check_target(target)
+    check_targets(json, markdown)
     try:
         with _sigterm_is_like_ctrl_c():
             report = measurements.run(plan, lambda found: screen.print(found, soft_wrap=True))
     except KeyboardInterrupt as stop:
         screen.print("interrupted; nothing is kept")
         raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
-    if json is not None:
-        files.write_json(json, measurements.document(report))
-    if markdown is not None:
-        files.write(markdown, measurements.markdown(report).encode())
-    _wide().print(measurements.table(report))
+    hand_out(
+        partial(files.write_json, json, measurements.document(report)) if json else None,
+        partial(files.write, markdown, measurements.markdown(report).encode()) if markdown else None,
+        partial(_wide().print, measurements.table(report)),
+    )
 
 
 @app.command(name="list")
@@ -287,7 +300,7 @@ def list_everything() -> None:
         made = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
         for name, summary in entries.items():
             made.add_row(name, summary)
-        Console().print(made)
+        _wide().print(made)
 
 
 @data_app.command("get")
@@ -307,26 +320,44 @@ def _wide(least: int = 0) -> Console:
     """Standard output, of `least` so many columns; where it is no terminal, lines are not cut at 80 columns."""
     terminal = Console()
     width = max(terminal.width, least if terminal.is_terminal else 120)
-    return Console(width=width, markup=False, highlight=False, soft_wrap=False)
+    return Console(width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line: bad input is one sentence and exit code 2."""
+    """The command line: bad input is one sentence and exit code 2, what was not foreseen is one and exit code 1."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    given = sys.argv[1:] if arguments is None else arguments
+    with output.guarded():
+        try:
+            _check_current_folder()
+            given = sys.argv[1:] if arguments is None else arguments
+            _refuse_empty(given)
+            code = app(given or ["--help"], standalone_mode=False)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except output.OutputError as error:
+            if error.closed:
+                sys.exit(1)
+            _complain(str(error), 2)
+        except InputError as error:
+            _complain(str(error), 2)
+        except typer.Abort:  # Ctrl-C while a command was still importing, say
+            sys.exit(130)
+        except Exception as error:
+            usage = getattr(error, "format_message", None)  # what typer raises for unknown options and the like
+            if usage is not None:
+                _complain(f"{usage()} (see onepass --help)", 2)
+            if os.environ.get(TRACEBACK):
+                raise
+            what = f"{type(error).__name__}: {shortened(first_line(error), 200)}"
+            _complain(f"this was not foreseen ({what}): give the command again with {TRACEBACK}=1 in the environment to see where it happened", 1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _check_current_folder() -> None:
     try:
-        _refuse_empty(given)
-        code = app(given or ["--help"], standalone_mode=False)
-    except InputError as error:
-        _complain(str(error))
-    except typer.Abort:  # Ctrl-C while a command was still importing, say
-        sys.exit(130)
-    except Exception as error:
-        usage = getattr(error, "format_message", None)  # what typer raises for unknown options and the like
-        if usage is None:
-            raise
-        _complain(f"{usage()} (see onepass --help)")
-    sys.exit(code if isinstance(code, int) else 0)
+        os.getcwd()
+    except OSError as reason:  # torch could not even be imported there
+        raise InputError(f"the current folder cannot be used ({reason.strerror}): change to another one") from None
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -338,6 +369,6 @@ def _refuse_empty(arguments: list[str]) -> None:
             raise InputError(f"{where} is empty: give it a value (is a variable not set?); the current folder is '.'")
 
 
-def _complain(sentence: str) -> NoReturn:
-    screen.print(f"onepass: {sentence}", soft_wrap=True)
-    sys.exit(2)
+def _complain(sentence: str, code: int) -> NoReturn:
+    screen.print(f"onepass: {one_line(sentence)}", soft_wrap=True)
+    sys.exit(code)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-MOST = 1000  # characters of a message: what is wrong and what to do fit, a name of thousands does not
+LONGEST = 400  # characters of a name that are shown whole: paths seldom have more
+MOST = 1000  # characters of a sentence: what is wrong and what to do fit
 
 
 class InputError(ValueError):
@@ -19,23 +21,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: object = "") -> None:
-        text = str(message)
-        if not text.isprintable():
-            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        super().__init__(text if len(text) <= MOST else f"{text[: MOST // 2]} … {text[3 - MOST // 2 :]}")
-
-
-def shown(value: object) -> str:
-    """A value as a message shows it: short, in one line, and whatever its own `repr` does.
-
-    >>> shown("fast"), shown([0] * 1000)[-10:], shown(10**5000)
-    ("'fast'", '… 0, 0, 0]', 'a value of type int')
-    """
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:80]} … {text[-8:]}"
+        super().__init__(one_line(str(message)))
 
 
 class LearntError(RuntimeError):
@@ -64,7 +50,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
     names = sorted(valid)
     near = get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'? (valid: {', '.join(names)})" if near else f"choose one of {', '.join(names)}"
-    return InputError(f"unknown {kind} '{name}': {hint}")
+    return InputError(f"unknown {kind} '{shortened(name, LONGEST // 2)}': {hint}")
 
 
 def is_out_of_memory(reason: BaseException | None) -> bool:
@@ -89,3 +75,35 @@ def first_line(reason: BaseException) -> str:
     ('no', 'KeyboardInterrupt')
     """
     return str(reason).strip().partition("\n")[0] or type(reason).__name__
+
+
+def one_line(sentence: str) -> str:
+    """A sentence as one line of printable characters, whatever names it quotes: long ones are shortened, control characters escaped.
+
+    >>> one_line("there is no a\\nb"), len(one_line("no " + "x" * 5000))
+    ('there is no a\\\\nb', 204)
+    """
+    if len(sentence) > LONGEST:
+        sentence = shortened(re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence), MOST)
+    return sentence if sentence.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of which the middle is left out where it has more than `most` characters.
+
+    >>> shortened("abcdefgh", 6), shortened("abcdef", 6)
+    ('abc…fgh', 'abcdef')
+    """
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
+
+
+def shown(value: object) -> str:
+    """A value as a sentence can quote it: short, in one line, whatever its own `repr` does.
+
+    >>> shown("fast"), shown([0] * 1000)[-10:], shown(10**5000)
+    ("'fast'", ', 0, 0, 0]', 'a value of type int')
+    """
+    try:
+        return shortened(" ".join(repr(value).split()), 100)
+    except Exception:  # Python writes no number of thousands of digits, and a repr may raise anything
+        return f"a value of type {type(value).__name__}"

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from onepass.devices import is_device, pour
 from onepass.errors import InputError
 
 TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
@@ -35,20 +36,23 @@ def cannot_write(path: Path, reason: Exception) -> StorageError:
 
 def check_writable(path: Path) -> None:
     """Raise, before any work is done, if `path` cannot be written later."""
-    path = resolved(path)
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         for parent in path.parents:
             if parent.is_file():
                 raise NotADirectoryError(f"{parent} is not a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
+        with suppress(FileNotFoundError):
+            os.stat(path)  # a link to itself, or a name that no file can have
+        if is_device(path):
             return
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder = Path(os.path.realpath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as reason:
-        raise InputError(f"cannot write {path} ({reason.strerror or reason}): choose another place") from None
+    except (OSError, ValueError) as reason:
+        why = getattr(reason, "strerror", None) or reason
+        raise InputError(f"cannot write {path} ({why}): choose another place") from None
 
 
 def make_folder(path: Path) -> None:
@@ -65,11 +69,11 @@ def write(path: Path, content: bytes) -> None:
     plain file (a pipe, a device) is simply written to.
     """
     try:
+        if is_device(path):
+            pour(path, content)
+            return
         path = resolved(path)
         before = path.stat() if path.exists() else None
-        if before is not None and not stat.S_ISREG(before.st_mode):
-            path.write_bytes(content)
-            return
         handle, temporary = _begin(path, 0o666 if before is None else 0o600)
         with os.fdopen(handle, "wb") as file:
             try:

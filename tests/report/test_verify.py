@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from onepass.errors import InputError
 from onepass.metrics import Record
@@ -63,6 +65,12 @@ def judgements(found: verify.Verification) -> dict[str, str]:
     return {verdict.metric: verdict.judgement for verdict in found.verdicts}
 
 
+def seen(found: verify.Verification) -> str:
+    text = StringIO()
+    Console(file=text, width=200).print(verify.view(found))
+    return text.getvalue()
+
+
 def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]})
     assert judgements(found) == {"A_T": "reproduced", "F_T": "close", "worst_forgetting": "not published", "LCA_10_trapezoid": "differs"}
@@ -107,6 +115,23 @@ def test_published_numbers_are_not_for_a_changed_recipe(tmp_path: Path, monkeypa
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, recipe={"memory_per_task": 7})
     assert judgements(found) == {"–": "not published"}
     assert found.changes == ["memory_per_task=7"]
+    assert not found.accepted
+    assert "nothing was compared: the paper's numbers are not for this study, which has memory_per_task=7" in seen(found)
+
+
+@pytest.mark.parametrize("published", [None, {}, {"violations": [3.0]}])
+def test_a_study_without_published_numbers_is_not_accepted(published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(tmp_path, monkeypatch, published)
+    assert set(judgements(found).values()) == {"not published"}
+    assert not found.accepted
+    assert "nothing was compared: the recipe has no published numbers for these methods" in seen(found)
+
+
+def test_one_number_that_is_compared_is_enough_to_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]})
+    assert list(judgements(found).values()).count("not published") > 0
+    assert found.accepted
+    assert "nothing was compared" not in seen(found)
 
 
 def test_fewer_seeds_methods_and_grid_points_are_no_change_of_the_recipe() -> None:

@@ -30,6 +30,7 @@ from onepass.studies.packing import deal
 from onepass.studies.recipe import load
 
 HEADINGS = ("method", "R", "way", "eager", "ours", "eager ÷ ours", "floor", "share")
+ROUNDS = 10_000  # more would take days
 FIRST = 5  # steps that say how many to take
 
 
@@ -94,8 +95,8 @@ def whole_numbers(text: str) -> list[int]:
 
 def plan(device: str, methods: str, runs: str, rounds: int, tasks: int, both: bool) -> Plan:
     """What a command line asks for."""
-    if rounds < 1:
-        raise InputError(f"--rounds {rounds} is not possible: use at least 1")
+    if not 1 <= rounds <= ROUNDS:
+        raise InputError(f"--rounds {rounds} is not possible: use 1 to {ROUNDS}")
     if not 1 <= tasks < TASKS["ev"]:
         raise InputError(f"--tasks {tasks} is not possible: of the {TASKS['ev']} tasks of this stream, 1 to {TASKS['ev'] - 1} can be past")
     return Plan(device, load(RECIPE, methods=methods).methods, whole_numbers(runs), rounds, tasks, both)

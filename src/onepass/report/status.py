@@ -79,7 +79,7 @@ def show(folder: Path, console: Console) -> None:
 
 def count(store: Store, recipe: dict[str, Any], name: str) -> Count:
     """Of the units in the store, those that the recipe wants: its grid, and the runs of what is chosen from it now."""
-    contents, grid = store.contents, recipe["grids"][name]
+    contents, grid = store.contents, {hyper: list(dict.fromkeys(values)) for hyper, values in recipe["grids"][name].items()}
     points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     place = {tuple(sorted(point.items())): number for number, point in enumerate(points)}
     tried: dict[str, Entry] = {}

@@ -17,6 +17,15 @@ from onepass.studies.store import Store, Unit
 log = logging.getLogger(__name__)
 
 
+def check_folder(folder: Path) -> None:
+    """Raise, before any work is done, if events cannot be written to `folder`."""
+    try:
+        str(folder).encode()
+    except UnicodeError:  # TensorBoard's own restriction
+        raise InputError(f"cannot write {folder} for TensorBoard (its name is not UTF-8): choose another folder") from None
+    check_writable(folder / "events")
+
+
 class Tracking:
     """A folder of event files, a subfolder a unit; units that have one already are not written again."""
 
@@ -26,7 +35,7 @@ class Tracking:
         except ImportError:
             raise InputError("--tensorboard needs the package tensorboard: install onepass[track]") from None
         self._writer: Any = SummaryWriter
-        check_writable(folder / "events")
+        check_folder(folder)
         self._folder, self._broken = folder, False
         for name in store.contents.records:
             self.write(store.contents.entries[name].unit, store.record(name))

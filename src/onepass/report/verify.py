@@ -18,6 +18,7 @@ from onepass.studies.recipe import KnownDifference, Recipe, from_stored, known_d
 from onepass.studies.results import Result, results
 from onepass.studies.store import Store
 
+COMPARED = ("reproduced", "close", "differs")
 Judgement = Literal["reproduced", "close", "differs", "not published", "unfinished"]
 
 # Metrics that are compared, and what still counts as close: 1.5 points of accuracy, 0.03 of forgetting, 0.02 of LCA. The published LCA is the
@@ -49,8 +50,14 @@ class Verification:
     changes: Sequence[str]
 
     @property
+    def compared(self) -> bool:
+        """Was any number, or any failure, compared with a published one?"""
+        return any(verdict.judgement in COMPARED for verdict in self.verdicts)
+
+    @property
     def accepted(self) -> bool:
-        return all(verdict.accepted for verdict in self.verdicts)
+        """Nothing is accepted unseen: something was compared, and every difference is explained."""
+        return self.compared and all(verdict.accepted for verdict in self.verdicts)
 
 
 def judge(ours: Sequence[float], published: Sequence[float], runs: int, close: float) -> Judgement:
@@ -137,8 +144,8 @@ def view(found: Verification) -> Group:
         made.add_row(verdict.method, verdict.metric, verdict.ours, verdict.published, verdict.judgement + known)
     notes = []
     if found.changes:
-        notes.append(f"the paper's numbers are not for this study, which has {', '.join(found.changes)}")
-    elif all(verdict.judgement == "not published" for verdict in found.verdicts):
+        notes.append(f"nothing was compared: the paper's numbers are not for this study, which has {', '.join(found.changes)}")
+    elif not found.compared and any(verdict.judgement == "not published" for verdict in found.verdicts):
         notes.append("nothing was compared: the recipe has no published numbers for these methods")
     for judgement, why in {"differs": "a difference that is not explained", "unfinished": "something that is not finished"}.items():
         names = list(dict.fromkeys(v.method for v in found.verdicts if v.judgement == judgement and not v.accepted))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from onepass.engine.gradients import Mode
-from onepass.errors import InputError, unknown
+from onepass.errors import InputError, shortened, shown, unknown
 from onepass.learners import METHODS, method
 from onepass.memory import Policy
 from onepass.models import Kind
@@ -29,6 +29,7 @@ Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
 
 KNOWN_DIFFERENCES = "known-differences.toml"
 GROWING = {"methods", "seeds", "cv_seeds", "grids", "options"}  # what a study may get more of
+OF_THE_PACKAGE = {"summary", "paper"}  # of a recipe's fields, what no study keeps
 FIXED = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}  # of a recipe's fields, not for --set
 
 
@@ -111,10 +112,17 @@ class Recipe(BaseModel):
     options: dict[str, dict[str, Any]] = {}
     paper: Paper = Paper()
 
+    @field_validator("methods", mode="after")
+    @classmethod
+    def _each_method_once(cls, given: list[str]) -> list[str]:
+        return list(dict.fromkeys(given))
+
     @field_validator("grids", mode="after")
     @classmethod
     def _every_method_has_a_grid(cls, given: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
-        return given | {name: found.grid | given.get(name, {}) for name, found in METHODS.items()}
+        """Each value once: a grid point that is there twice would be waited for twice."""
+        once = {name: {hyper: list(dict.fromkeys(values)) for hyper, values in grid.items()} for name, grid in given.items()}
+        return once | {name: found.grid | once.get(name, {}) for name, found in METHODS.items()}
 
     @model_validator(mode="after")
     def _names_exist(self) -> Recipe:
@@ -142,7 +150,7 @@ class Recipe(BaseModel):
 
     def stored(self) -> dict[str, Any]:
         """What a study keeps of it. What the paper says is not part of a study."""
-        return self.model_dump(mode="json", exclude={"summary", "paper"})
+        return self.model_dump(mode="json", exclude=OF_THE_PACKAGE)
 
     def changes(self) -> list[str]:
         """What is set differently from the recipe of this name, besides how much of it is done."""
@@ -200,7 +208,7 @@ def load(
 
     With the recipe of a `stored` study, the changes are made to that one.
     """
-    document = {**read(name), **with_types(stored or {})}
+    document = {**read(name), **with_types(_kept(stored or {}))}
     if methods is not None:
         chosen = [m.strip() for m in methods.split(",") if m.strip()]
         document["methods"] = all_methods(document["stream"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
@@ -211,7 +219,7 @@ def load(
         key, found, value = change.partition("=")
         if not found:
             raise InputError(f"'{change}' does not set anything: write --set key=value")
-        _assign(document, _resolve(key.strip(), paths), _parse(value.strip()))
+        _assign(document, _resolve(key.strip(), paths), _parse(key.strip(), value.strip()))
     try:
         return Recipe(**document)
     except ValidationError as error:
@@ -237,16 +245,17 @@ def united(one: Recipe, other: Recipe) -> Recipe:
     first, second = one.stored(), other.stored()
     for key, value in first.items():
         if key not in GROWING and second[key] != value:
-            raise InputError(f"{key} = {value!r}, not {second[key]!r}")
+            raise InputError(f"{key} = {shown(value)}, not {shown(second[key])}")
     both = set(one.methods) & set(other.methods)
     for name in both:
         if one.method_options(name) != other.method_options(name):
-            raise InputError(f"options of {name} = {first['options'].get(name, {})}, not {second['options'].get(name, {})}")
-    mine = [name for name in one.methods if name not in both]
-    grids = {**other.grids, **{name: one.grids[name] for name in mine}, **{name: _joined(one.grids[name], other.grids[name]) for name in both}}
+            mine, theirs = (shown(recipe["options"].get(name, {})) for recipe in (first, second))
+            raise InputError(f"options of {name} = {mine}, not {theirs}")
+    own = [name for name in one.methods if name not in both]
+    grids = {**other.grids, **{name: one.grids[name] for name in own}, **{name: _joined(one.grids[name], other.grids[name]) for name in both}}
     options = {
-        **{name: chosen for name, chosen in other.options.items() if name not in mine},
-        **{n: one.options[n] for n in mine if n in one.options},
+        **{name: chosen for name, chosen in other.options.items() if name not in own},
+        **{n: one.options[n] for n in own if n in one.options},
     }
     counts = {key: max(first[key], second[key]) for key in ("seeds", "cv_seeds")}
     methods = list(dict.fromkeys([*one.methods, *other.methods]))
@@ -261,12 +270,20 @@ def _joined(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) ->
 def from_stored(stored: Mapping[str, Any]) -> Recipe:
     """The recipe of a study, with what the paper says about it today."""
     document: dict[str, Any] = {"summary": "", "paper": {}}
-    if stored["name"] in names():
-        document |= {key: value for key, value in read(stored["name"]).items() if key in document}
+    kept = _kept(stored)
+    if kept.get("name") in names():
+        document |= {key: value for key, value in read(kept["name"]).items() if key in document}
     try:
-        return Recipe(**document | with_types(stored))
+        return Recipe(**document | with_types(kept))
     except ValidationError as error:
         raise InputError(_sentence(error)) from None
+
+
+def _kept(stored: Any) -> dict[str, Any]:
+    """What a study says about its recipe. What the paper says is the package's alone: a study would else be verified against itself."""
+    if not isinstance(stored, Mapping):
+        raise InputError(f"a recipe has settings with names, and {shown(stored)} has none")
+    return {key: value for key, value in stored.items() if key not in OF_THE_PACKAGE}
 
 
 def all_methods(stream_name: str) -> list[str]:
@@ -305,12 +322,15 @@ def _resolve(key: str, paths: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     raise unknown("key", key, {*paths, *(path[-1] for path in paths.values() if path[0] in ("stream_options", "options"))})
 
 
-def _parse(value: str) -> Any:
+def _parse(key: str, value: str) -> Any:
     """A TOML value; anything that is not one is a string."""
     try:
-        return tomllib.loads(f"value = {value}")["value"]
+        document = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         return value
+    except (ValueError, RecursionError):  # more digits than Python reads, more brackets than it can follow
+        raise InputError(f"{key}={shortened(value, 100)} is not valid: it has too many digits or brackets") from None
+    return document["value"] if len(document) == 1 else value  # what follows on further lines would be lost
 
 
 def _assign(document: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -323,5 +343,5 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     if isinstance(first.get("ctx", {}).get("error"), InputError):
         return str(first["ctx"]["error"])
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where or 'the recipe'}={first['input']!r} is not valid: {first['msg'][0].lower()}{first['msg'][1:]}"
+    where = ".".join(shortened(str(part), 100) for part in first["loc"])
+    return f"{where or 'the recipe'}={shown(first['input'])} is not valid: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -1,0 +1,35 @@
+"""Where a command's tables go: files that are named by the user, and the screen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from onepass.devices import is_device
+from onepass.errors import InputError
+from onepass.studies.database import check_target
+
+
+def check_targets(*targets: Path | None) -> None:
+    """Raise if a table cannot be written to one of these files, or should not."""
+    given = [target for target in targets if target is not None]
+    for target in given:
+        check_target(target)
+    if len(given) > len({os.path.realpath(target) for target in given}) and not is_device(given[0]):
+        raise InputError(f"{given[0]} cannot take two tables: choose two files")
+
+
+def hand_out(*ways: Callable[[], None] | None) -> None:
+    """Go all ways, and only then raise what was wrong with the first that failed.
+
+    A full disk does not take the printed table with it, nor a full standard output the file.
+    """
+    trouble: list[InputError] = []
+    for way in filter(None, ways):
+        try:
+            way()
+        except InputError as reason:
+            trouble.append(reason)
+    if trouble:
+        raise trouble[0]
