@@ -268,7 +268,7 @@ def test_status_and_show_look_into_a_study(outcome: tuple[dict[str, Any], str], 
 
 def test_show_refuses_a_unit_that_is_not_there(outcome: tuple[dict[str, Any], str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "'zzz' is no unit of this study" in refusal(capsys, "show", str(folder / "out"), "zzz")
-    assert "could be 3 units" in refusal(capsys, "show", str(folder / "out"), "")
+    assert "an argument is empty" in refusal(capsys, "show", str(folder / "out"), "")
 
 
 def test_a_study_goes_on_without_its_recipe_being_named(outcome: tuple[dict[str, Any], str], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import combinations
@@ -25,7 +26,7 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
     with ExitStack() as stack:
         sources = [stack.enter_context(Store.read(other)) for other in others]
         with ExitStack() as short:  # a reader must not be in the way of the writer
-            there = [short.enter_context(Store.read(into))] if (into / FILE).exists() else []
+            there = [short.enter_context(Store.read(into))] if os.path.exists(into / FILE) else []
             recipe = _united([*there, *sources])
             for pair in combinations([*there, *sources], 2):
                 _refuse_conflicts(*pair)

@@ -402,7 +402,7 @@ def _check_arrays(found: Mapping[str, NDArray[Any]], stored: Stored) -> int:
     if found["curve"].ndim != 2 or len(found["curve"]) not in (0, tasks) or (found["curve"].size and found["curve"].shape[1] < 1):
         raise DamagedError(f"its 'curve' has the shape {found['curve'].shape}")
     grown = found.get("state_by_task", np.zeros(1, np.int64))
-    if grown.ndim != 1 or not len(grown) or len(grown) > tasks or grown.dtype != np.int64 or grown.min() < 0:
+    if grown.ndim != 1 or not len(grown) or len(grown) > schema.TASKS or grown.dtype != np.int64 or grown.min() < 0:
         raise DamagedError("its 'state_by_task' are no sizes")
     if not stored.diverged and stored.violations is not None and len(stored.violations) != phases:
         raise DamagedError(f"it has violations of {len(stored.violations)} tasks, not of {phases}")
