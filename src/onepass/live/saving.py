@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from onepass.errors import InputError
 from onepass.files import StorageError, canonical, digest, write
+from onepass.learners import method
 from onepass.live.growth import check_head, grow
 from onepass.live.inputs import Examples
 from onepass.live.memory import Memory
@@ -76,6 +77,8 @@ def packed(owner: OnePass) -> bytes:
 def settings(owner: OnePass) -> dict[str, Any]:
     """What `OnePass` was made with, as JSON."""
     plan = asdict(owner.plan)
+    if not plan["held_out"]:
+        del plan["held_out"]  # as in older files
     return {
         "method": owner.method,
         "learning_rate": owner.learning_rate,
@@ -108,6 +111,8 @@ def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, A
             raise InputError(f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}=")
     was = dict(about["settings"])
     own, memory = was.pop("own"), Memory(**was.pop("memory"))
+    if method(was["method"]).learner.one_input:  # older files may have what is refused by now
+        own, memory = own | {"all_classes": False}, Memory()
     tasks = dict(was.pop("tasks")) if was["tasks"] else was.pop("tasks")
     _fit(module, tensors, was["grow"])
     if given.get("optimizer") is not None:
