@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import Memory, OnePass
-from onepass.live.memory import LiveMemory
+from onepass.live.memory import SHIFT, LiveMemory
 from toys import FEATURES
 
 OUTPUTS = 4
@@ -117,13 +117,14 @@ def check_memory(memory: LiveMemory, steps: int) -> None:
         assert memory._seen[group] >= len(members)
     visible = set(memory._visible)
     assert len(visible) == len(memory._visible) == memory.visible
-    assert memory._position == {row: place for place, row in enumerate(memory._visible)}
+    position = {row: place for row, place in enumerate(memory._position) if place >= 0}
+    assert position == {row: place for place, row in enumerate(memory._visible)}
     assert memory._rows is None or memory._rows.tolist() == memory._visible
     assert memory._pending is None
     fresh = set(memory._fresh)
     if memory.task_free:
         assert not fresh
-        coming = set(memory._coming)
+        coming = {divmod(one, 2**SHIFT) for one in memory._coming}
         for row in rows:
             if row in visible:
                 assert memory._arrived[row] <= steps - plan.recent

@@ -30,7 +30,8 @@ def learner_of(name: str = "a-gem", module: nn.Module | None = None, **more: Any
     method = name.partition(",")[0]
     rate = {} if "optimizer" in more else {"learning_rate": 0.1}
     strength = {"strength": 0.5} if "strength" in SUPPORTED[method].hyperparameters else {}
-    settings = {"grow": True, "memory": Memory(per_task=10)} | rate | strength | SETTINGS.get(name, {}) | more
+    memory = None if method == "icarl" else Memory(per_task=10)
+    settings = {"grow": True, "memory": memory} | rate | strength | SETTINGS.get(name, {}) | more
     return OnePass(net(2) if module is None else module, method, **settings)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from onepass import Memory
 from onepass.engine.bound import Bound
-from onepass.live.memory import INDEX, LiveMemory, Policy
+from onepass.live.memory import INDEX, SHIFT, LiveMemory, Policy
 from onepass.streams.batch import Batch
 from onepass.streams.slots import Slots
 
@@ -76,10 +76,11 @@ def check(memory: LiveMemory, offered: Offered) -> None:
         assert all(memory._group[row] == group for row in members)
         assert len(members) <= memory._seen[group]
     assert len(memory._group) == len(memory._arrived) == memory.size
-    assert {row: place for place, row in enumerate(memory._visible)} == memory._position
-    hidden = {row for _, row in memory._coming} - memory._position.keys() if memory.task_free else set(memory._fresh)
-    assert hidden.isdisjoint(memory._position)
-    assert hidden | memory._position.keys() == set(rows)
+    position = {row: place for row, place in enumerate(memory._position) if place >= 0}
+    assert {row: place for place, row in enumerate(memory._visible)} == position
+    hidden = {one % 2**SHIFT for one in memory._coming} - position.keys() if memory.task_free else set(memory._fresh)
+    assert hidden.isdisjoint(position)
+    assert hidden | position.keys() == set(rows)
     assert sum(memory.counts().values()) == memory.size
     assert sum(len(group) for group in memory.groups().values()) == memory.visible
     if memory.storage is None:

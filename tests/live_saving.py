@@ -75,7 +75,9 @@ class Case:
         known = {*SUPPORTED[self.method].hyperparameters, *SUPPORTED[self.method].options.__dataclass_fields__}
         rate = {"learning_rate": 0.2} if self.optimizer is None else {}
         chosen = (
-            {"memory": SMALL, "seed": 3, "tasks": self.tasks} | {name: value for name, value in own.items() if name in known} | dict(self.settings)
+            {"memory": None if self.method == "icarl" else SMALL, "seed": 3, "tasks": self.tasks}
+            | {name: value for name, value in own.items() if name in known}
+            | dict(self.settings)
         )
         return OnePass(module, self.method, **rate, **self.given(module), **chosen)
 

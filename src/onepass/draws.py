@@ -32,6 +32,8 @@ class Purpose(IntEnum):
     SPLIT = 9  # training and test examples of a data set that comes without that division
     CONSTRAINT = 10  # the past task whose constraint a step respects
     LABELS = 11  # labels from the model's own prediction
+    HELD_OUT = 12  # which examples are kept for measuring only
+    ROOM = 13  # which examples go when what is noted of them needs their room
 
 
 def _signed(value: int) -> int:

@@ -36,9 +36,8 @@ def learn(learner: OnePass, device: str = "cuda") -> None:
 
 
 def wrapped(module: nn.Module, method: str, memory: Memory | None = None) -> OnePass:
-    memory = memory or Memory(per_task=20)
-    settings = {"exemplars": 30} if method == "icarl" else {}
-    return OnePass(module, method, learning_rate=0.05, tasks=TASKS, memory=memory, **settings)
+    settings = {"exemplars": 30} if method == "icarl" else {"memory": memory or Memory(per_task=20)}
+    return OnePass(module, method, learning_rate=0.05, tasks=TASKS, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ABLE)

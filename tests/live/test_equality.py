@@ -119,7 +119,7 @@ def both(case: Case) -> Ends:
         learning_rate=None if case.optimizer else case.rate,
         optimizer=torch.optim.SGD(module.parameters(), lr=case.rate) if case.optimizer else None,
         tasks=None if case.stream.shared else TASKS,
-        memory=Memory(per_task=setup.memory_per_task, policy=case.policy),
+        memory=None if case.method == "icarl" else Memory(per_task=setup.memory_per_task, policy=case.policy),
         seed=case.seed,
         **case.own,
         **({} if case.options is None else asdict(case.options)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import sys
-from collections import Counter
+import tracemalloc
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -29,7 +31,7 @@ from live_memory import (
     something,
 )
 from onepass import InputError, Memory, OnePass
-from onepass.live.memory import INDEX, LiveMemory, Policy
+from onepass.live.memory import GROUP, INDEX, ROW, LiveMemory, Policy
 from onepass.live.saving import packed
 
 
@@ -53,7 +55,8 @@ def test_the_byte_budget_holds_after_every_batch_and_is_used(policy: Policy, tas
         if memory.storage is not None:
             assert real_bytes(memory) + INDEX * memory.size <= memory.nbytes <= budget
         check(memory, offered)
-    assert memory.size == 50
+    assert memory.size == (50 if task_free else memory._limit)  # tasks are many small groups, which need room too
+    assert memory.nbytes > budget - EACH - ROW - GROUP
     assert len(offered.labels) > 500
 
 
@@ -90,8 +93,92 @@ def test_what_the_memory_holds_beside_its_examples_does_not_grow_with_the_number
         memory.end_task()
         lists = (memory._members, memory._group, memory._arrived, memory._seen, memory._visible, memory._position, memory._fresh, memory._coming)
         held.append(sum(sys.getsizeof(one) for one in (*lists, *memory._members.values())))
-    assert memory.size == 40
+    assert 20 <= memory.size == memory.visible <= (memory._limit or 0)
     assert held[299] < 1.5 * held[49]
+
+
+def noted(memory: LiveMemory) -> int:
+    """Bytes that the lists of a memory take, each object once."""
+    seen = {id(number) for number in range(-5, 257)}  # which Python has anyway
+
+    def size(one: object) -> int:
+        if id(one) in seen:
+            return 0
+        seen.add(id(one))
+        inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one if isinstance(one, (list, tuple, deque)) else ()
+        return sys.getsizeof(one) + sum(map(size, inside))
+
+    lists = (memory._members, memory._group, memory._arrived, memory._seen, memory._visible, memory._position, memory._fresh, memory._coming)
+    return sum(map(size, lists)) + (0 if memory._rows is None else memory._rows.nbytes)
+
+
+@pytest.mark.parametrize("task_free", [True, False], ids=["task-free", "tasks"])
+@pytest.mark.parametrize("classes", [40, 300, None], ids=["few classes", "as many as rows", "each example a class"])
+@pytest.mark.parametrize("recent", [3, 10**9])
+def test_what_is_really_held_is_within_the_budget_however_many_classes_there_are(task_free: bool, classes: int | None, recent: int) -> None:
+    budget = 300 * EACH
+    memory = memory_of(Memory(bytes=budget, per_task=10**6, recent=recent), "class-balanced", task_free)
+    offered, random = Offered(), Random(5)
+    for step in range(300):
+        first = 300 + 5 * step
+        offered(memory, range(first, first + 5) if classes is None else [1000 + random.randrange(classes) for _ in range(5)])
+        if step % 50 == 49 and not task_free:
+            memory.end_task()
+            memory.begin_task(memory.task + 1)
+        memory.draw(5)
+        if step % 7 == 0 and step > 10:  # what is there from the start is a fixed kilobyte
+            assert real_bytes(memory) + noted(memory) <= memory.nbytes <= budget
+            check(memory, offered)
+    assert memory.size >= 150
+
+
+def test_the_memory_of_an_endless_stream_of_new_classes_does_not_grow() -> None:
+    memory, offered = memory_of(Memory(examples=30, recent=10**9), "class-balanced", task_free=True), Offered()
+    fill = iter(range(10**6))
+    held = []
+    for _ in range(100):
+        for _ in range(10):
+            offered(memory, [next(fill) for _ in range(10)])
+        held.append(noted(memory))
+        check(memory, offered)
+    assert memory.size == 30
+    assert max(held[50:]) <= 1.5 * max(held[:10])
+    offered(memory, [5, 5, 5])  # one that was forgotten comes again
+    assert 5 in memory.counts()
+
+
+def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_class() -> None:
+    budget = 150_000
+    memory, offered = memory_of(Memory(bytes=budget), "class-balanced", task_free=True), Offered()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for step in range(100):
+            offered(memory, range(10 * step, 10 * step + 10))
+        gc.collect()
+        lists = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/onepass/live/memory.py")]).traces)
+    finally:
+        tracemalloc.stop()
+    assert memory.size > 250
+    assert real_bytes(memory) + lists <= budget
+
+
+def test_a_memory_that_held_more_than_it_may_goes_on_from_its_file_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Memory(bytes=100 * EACH, recent=2)
+    memory, offered = memory_of(plan, "class-balanced", task_free=True), Offered()
+    with monkeypatch.context() as patch:
+        patch.setattr("onepass.live.memory.GROUP", 0)  # as it was counted before
+        for step in range(30):
+            offered(memory, range(5 * step, 5 * step + 5))
+    fresh = memory_of(plan, "class-balanced", task_free=True)
+    fresh.fleet.number = memory.fleet.number
+    fresh.restore(memory.state(), memory.counters())
+    assert fresh.size == memory.size == 100
+    fresh.draw(5)
+    offered(fresh, [7, 900])
+    assert fresh.size < 60
+    assert fresh.nbytes <= 100 * EACH
+    check(fresh, offered)
 
 
 def test_a_budget_below_one_example_is_refused_before_anything_is_learnt() -> None:
@@ -191,7 +278,8 @@ def test_tasks_and_their_classes_stay_level_when_the_budget_is_reached(policy: P
             offered(memory, random.sample(range(CLASSES), CLASSES))
         memory.end_task()
         tasks = memory.counts()
-        assert sum(tasks.values()) == min(61, 40 * (task + 1))
+        assert sum(tasks.values()) == min(memory._limit or 0, 40 * (task + 1))
+        assert 50 <= (memory._limit or 0) <= 61  # where groups are many, fewer examples fit
         assert max(tasks.values()) - min(tasks.values()) <= 1
         for one in tasks:
             groups = [len(members) for group, members in memory._members.items() if group[0] == one]

@@ -20,7 +20,7 @@ from onepass.learners import METHODS
 from toys import FEATURES, Dropped, Normed, small_net
 
 CLASSES = 4
-KEYS = ["step", "task", "loss", "accuracy", "forgetting", "violations", "cosine", "memory", "memory_bytes", "milliseconds"]
+KEYS = ["step", "task", "loss", "accuracy", "forgetting", "forgetting_by_task", "violations", "cosine", "memory", "memory_bytes", "milliseconds"]
 LIVE = [name for name, found in METHODS.items() if not found.joined and not found.learner.own_network]
 Report = dict[str, Any]
 
@@ -69,7 +69,7 @@ def test_reports_come_every_so_many_batches_to_everybody() -> None:
 
 def test_a_report_of_nothing_says_nothing() -> None:
     report = OnePass(small_net(), learning_rate=0.1).report()
-    empty = dict.fromkeys(KEYS) | {"step": 0, "task": 0, "violations": 0, "memory": {}, "memory_bytes": 0}
+    empty = dict.fromkeys(KEYS) | {"step": 0, "task": 0, "violations": 0, "forgetting_by_task": {}, "memory": {}, "memory_bytes": 0}
     assert report == empty
     assert OnePass(small_net(), "van", learning_rate=0.1).report() == empty | {"violations": None}
 
@@ -204,6 +204,8 @@ def test_without_tasks_forgetting_is_by_class() -> None:
     learner = OnePass(module, learning_rate=0.3, task_free=True, memory=Memory(examples=40, recent=3))
     for x, y in stream(40):
         learner.observe(x, y)
+    first = learner.report()
+    assert (first["forgetting"], first["forgetting_by_task"]) == (None, dict.fromkeys(range(CLASSES)))  # nothing to compare with
     assert learner.report()["forgetting"] == 0
     best = [right(module, *remembered(learner, c)) for c in range(CLASSES)]
     with torch.no_grad():
@@ -338,7 +340,7 @@ def test_tensorboard_is_given_every_number(tmp_path: Path) -> None:
         learner.end_task()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory"} | {"memory/0", "memory/1"}
+    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory", "forgetting_by_task"} | {"memory/0", "memory/1", "forgetting_by_task/0"}
     for tag in ("task", "loss", "accuracy", "violations", "memory_bytes", "milliseconds"):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
         assert found == [(report["step"], pytest.approx(report[tag])) for report in reports]
@@ -371,7 +373,7 @@ def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> Non
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # and comes back
     last = shown[shown.rindex("┏") :]
     for name in KEYS:
-        assert (name.replace("_", " ") in last) == (name != "memory" or "memory bytes" in last)
+        assert (name.replace("_", " ") in last) == (name != "forgetting_by_task")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in last.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == [str(report["step"]) for report in reports[-3:]]
     assert [row[2] for row in rows] == [f"{report['loss']:.3g}" for report in reports[-3:]]

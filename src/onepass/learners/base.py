@@ -158,6 +158,10 @@ class Learner(ABC):
         """How many examples of past tasks it keeps at most."""
         return 0 if self.memory is None else self.memory.tasks * self.memory.budget
 
+    def kept(self) -> tuple[dict[int, int], int]:
+        """Examples of a single run that it keeps itself: how many of each past task, and bytes in all."""
+        return {}, 0
+
     def peak_bytes(self, tasks: int) -> int:
         """Bytes a run needs at most in a stream of `tasks`, activations and examples aside: parameters, state, and the gradients of a step."""
         gradients = 3  # of the batch, of a reference batch, and a temporary one

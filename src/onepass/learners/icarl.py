@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -100,6 +101,13 @@ class ICarl(Learner):
 
     def examples_held(self) -> int:
         return self.budget
+
+    def kept(self) -> tuple[dict[int, int], int]:
+        ends = [0]
+        for row in self.fleet.slots.table[: self.seen]:
+            ends.append(ends[-1] + len(row))
+        held: list[int] = self.held[0].tolist()
+        return {task: sum(held[first:last]) for task, (first, last) in enumerate(pairwise(ends))}, self.x.nbytes + self.held.nbytes
 
     def _divide(self) -> None:
         """Which slots are old, in the order of `x`, and which are new in the task that is learnt now."""

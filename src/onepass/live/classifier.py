@@ -40,8 +40,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A neural network that sees every row once, as a scikit-learn classifier: `OnePass` behind `fit` and `partial_fit`.
 
     `fit` starts afresh and learns one task in one pass. `partial_fit` goes on, in the order of the rows, and a method such as A-GEM keeps it
-    from forgetting what it learnt in the tasks that have ended. Classes may appear at any time. Rows should be scaled (`StandardScaler`): the
-    steps are those of plain SGD.
+    from forgetting what it learnt in the tasks that have ended. Classes may appear at any time. Rows should be scaled, because the steps are
+    those of plain SGD: fit a `StandardScaler` once, before the stream, and leave it as it is. One that moves on with the stream
+    (its `partial_fit`) makes the rows in the memory stale: they were scaled in another way, and rehearsing them spoils what was learnt.
 
     >>> from sklearn.datasets import load_digits
     >>> X, y = load_digits(return_X_y=True)

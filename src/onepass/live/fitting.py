@@ -16,7 +16,7 @@ from onepass.live.container import AlteredError
 from onepass.live.growth import check_head
 from onepass.live.header import LARGE, Header
 from onepass.live.inputs import THOUSANDS, Kind, kind_of
-from onepass.live.memory import Memory
+from onepass.live.plan import Memory
 
 TABLE = 2**24  # entries of the table of which outputs compete, for a small module
 
@@ -120,6 +120,12 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
     task_of, label_of = (torch.empty(rows, dtype=torch.int64) for _ in range(2))
     task_of[members], label_of[members] = tasks.repeat_interleave(counts), labels.repeat_interleave(counts)
 
+    aside = labels < 0  # held out, each with the class `~label` where there are no tasks
+    yield not bool(aside.any()) or bool((counts[aside] <= plan.held_out).all() and (free or (labels[aside] == -1).all())), "what is held out"
+    held_out = label_of < 0
+    if free:
+        yield not classifies or torch.equal(~label_of[held_out], slots[held_out]), "what is held out"
+    labels = labels[~aside]
     balanced = plan.policy != "reservoir" and classifies
     if classifies:
         assert header.outputs is not None
@@ -128,7 +134,7 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
         yield bool(torch.isin(labels, possible).all()) if balanced else not bool(labels.any()), "the groups"
     else:
         yield not bool(slots.any() or labels.any()), "the labels"
-    yield not balanced or torch.equal(label_of, slots), "the groups"
+    yield not balanced or torch.equal(label_of[~held_out], slots[~held_out]), "the groups"
     shared = plan.policy in ("class-reservoir", "ring")
     yield len({label for label, _ in kept.quota}) == len(kept.quota), "the shares"
     yield sum(share for _, share in kept.quota) == (plan.per_task if shared else 0) and (shared or not kept.quota), "the shares"
@@ -143,10 +149,11 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
         yield len(fresh) == 0 and _within(ripening, 0, rows - 1) and _within(steps, 1, number), "the rows that come"
         yield bool((steps.diff() >= 0).all()), "the rows that come"
         ripe = ripening[tensors["arrived"][ripening] == steps]
-        yield bool(torch.isin(hidden.nonzero()[:, 0], ripe).all()), "the rows that come"
+        yield not bool(held_out[visible].any()), "what is held out"
+        yield bool(torch.isin((hidden & ~held_out).nonzero()[:, 0], ripe).all()), "the rows that come"
     else:
         current = (task_of == kept.task) & learning
-        yield len(coming) == 0 and torch.equal(hidden, current), "the rows that may be drawn"
+        yield len(coming) == 0 and torch.equal(hidden, current | held_out), "the rows that may be drawn"
         yield len(fresh) == int(current.sum()) and bool(current[fresh].all()), "the rows of the task"
 
 

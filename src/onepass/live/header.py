@@ -17,7 +17,7 @@ from onepass.errors import InputError, first_line
 from onepass.learners import METHODS
 from onepass.live.container import AlteredError
 from onepass.live.inputs import KINDS, Examples
-from onepass.live.memory import Memory
+from onepass.live.plan import Memory
 from onepass.live.settings import PRECISIONS, Name, read_settings, read_tasks
 
 LARGE = 2**53  # more batches or examples than any stream has
@@ -61,11 +61,14 @@ class Fleet(Part):
 
 
 class Kept(Part):
-    """What a memory counts with: `groups` of (task, class, rows, examples that passed by)."""
+    """What a memory counts with: `groups` of (task, class, rows, examples that passed by).
+
+    A negative class is that of examples that are held out.
+    """
 
     task: Count
     number: Count
-    groups: list[tuple[Count, Count, Count, Count]]
+    groups: list[tuple[Count, Annotated[int, Field(gt=-LARGE, lt=LARGE)], Count, Count]]
     quota: list[tuple[Count, Annotated[int, Field(ge=0)]]]
 
 

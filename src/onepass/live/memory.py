@@ -8,66 +8,46 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.draws import Ahead, Purpose, Source, uniform_at
+from onepass.draws import Ahead, Purpose, Source, one_of_bits, uniform_at
 from onepass.engine.bound import Bound
-from onepass.errors import InputError, unknown
+from onepass.errors import InputError
+from onepass.live.plan import Memory, Policy, Where
+from onepass.live.repeats import Repeats
 from onepass.live.storage import Storage, batch_of, columns_of
 from onepass.streams.batch import Batch
 
-Policy = Literal["class-balanced", "class-reservoir", "ring", "reservoir"]
-Where = Literal["module", "cpu", "disk"]
-INDEX = 256  # bytes an example, at most, that the lists below take beside the example itself
+__all__ = ["LiveMemory", "Memory", "Policy", "Where"]
+
+INDEX = 256  # bytes per example, at least, that are set aside for the lists below
+ROW, GROUP = 136, 336  # bytes that they take at most, per example and per group
 TASK_FREE = 1000  # examples, unless something is said
+SHIFT = 32  # bits for the number of a row
 DRAWN = 512  # random numbers that are made in one go
-Group = tuple[int, int]  # a task and a class of it
+ASIDE = 0.2  # of the examples may be held out for measuring
+Group = tuple[int, int]  # a task and a class of it; held out, if that number is negative
 
 
-@dataclass(frozen=True)
-class Memory:
-    """How much of the past is kept, and where.
+class Numbers:
+    """Uniform numbers of a task, functions of the seed, the purpose and the example's number."""
 
-    `per_task` examples of each task, and at most `examples` and `bytes` in all: both are hard limits, and `bytes` counts everything that the
-    memory holds. When they are reached, the largest group gives way, so tasks and classes stay level. Without task boundaries `per_task`
-    means nothing, there are 1000 `examples` unless said otherwise, and the reference is drawn from those that are older than `recent`
-    batches.
+    def __init__(self, seed: int, purpose: Purpose, task: int) -> None:
+        self._key, self._first, self._made = Source([seed], purpose).key(task), -1, array("d")
 
-    `policy`: "class-balanced" shares the room evenly by the classes seen so far, with a uniform sample of each (class-balancing reservoir
-    sampling: Chrysakis, Moens: Online continual learning from imbalanced data, ICML 2020). "reservoir" is a uniform sample of the task or
-    stream. "class-reservoir" and "ring" give each of the classes that a task can have a fixed share from the start, filled by a uniform
-    sample or by the last examples of the class: the policies of the benchmark. By default "class-balanced", and "reservoir" for a loss of
-    one's own. `where`: on the device of the "module", on the "cpu", or on "disk" in `folder`.
-    """
-
-    per_task: int = 250
-    examples: int | None = None
-    bytes: int | None = None
-    policy: Policy | None = None
-    where: Where = "module"
-    folder: str | Path | None = None
-    recent: int = 50
-
-    def __post_init__(self) -> None:
-        for name in ("per_task", "examples", "bytes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InputError(f"the memory's {name} must be a whole number above 0, got {value!r}")
-        if not isinstance(self.recent, int) or self.recent < 0:
-            raise InputError(f"the memory's recent must be a whole number of batches, got {self.recent!r}")
-        if self.policy is not None and self.policy not in get_args(Policy):
-            raise unknown("memory policy", str(self.policy), get_args(Policy))
-        if self.where not in get_args(Where):
-            raise unknown("place for the memory", str(self.where), get_args(Where))
-        if (self.where == "disk") != (self.folder is not None):
-            raise InputError("a memory on disk needs a folder, and only that one does: give where='disk' and folder='…' together")
+    def __getitem__(self, number: int) -> float:
+        place = number % DRAWN
+        if self._first != number - place:
+            self._first = number - place
+            self._made = array("d", uniform_at(self._key, torch.arange(self._first, self._first + DRAWN)[None])[0].tolist())
+        return self._made[place]
 
 
 class LiveMemory:
@@ -84,12 +64,12 @@ class LiveMemory:
         self._used = 0  # rows that hold an example
         self._members: dict[Group, list[int]] = {}  # rows of each group
         self._group: list[Group] = []  # of each row
-        self._arrived: list[int] = []  # the step at which the example of each row came
+        self._arrived = array("q")  # the step at which the example of each row came
         self._seen: Counter[Group] = Counter()  # examples of each group that passed by
         self._visible: list[int] = []  # rows that may be drawn
-        self._position: dict[int, int] = {}  # and where they are in that list
+        self._position = array("q")  # of each row, where it is in that list, or -1
         self._fresh: dict[int, None] = {}  # rows of the current task, which may not, in the order in which they were filled
-        self._coming: deque[tuple[int, int]] = deque()  # without tasks: (step, row) of what is too recent
+        self._coming: deque[int] = deque()  # step and row, in one number, of what is too recent
         self._number = 0  # examples of the current task, or of the stream
         self._pending: Batch | None = None
         self._copy: dict[str, Tensor] = {}  # of the batch that is being learnt
@@ -97,8 +77,10 @@ class LiveMemory:
         self._in_order = False  # is it 0, 1, 2, …?
         self._ahead = Ahead(Source([fleet.seed], Purpose.REFERENCE))
         self._quota: dict[int, int] = {}
-        self._lucks: list[float] = []
-        self._limit: int | None = None
+        self._most: int | None = None  # rows at most, if there is a limit,
+        self._spare = 0  # and bytes for what is noted of them
+        self._limit: int | None = None  # rows at most while there are as many groups as now
+        self._repeats = Repeats()
         self._reserves = True  # is all the room up to the limit taken at once?
         self.begin_task(0)
 
@@ -107,7 +89,8 @@ class LiveMemory:
     def begin_task(self, task: int) -> None:
         self.task = task
         self._number = 0
-        self._luck, self._lucks = Source([self.fleet.seed], Purpose.RESERVOIR).key(task), []
+        self._luck = Numbers(self.fleet.seed, Purpose.RESERVOIR, task)
+        self._coin = Numbers(self.fleet.seed, Purpose.HELD_OUT, task)
         if self.policy in ("class-reservoir", "ring"):
             classes = self._classes()
             share, rest = divmod(self.plan.per_task, len(classes))
@@ -119,10 +102,11 @@ class LiveMemory:
     def end_task(self) -> None:
         """Make the task visible."""
         for row in self._fresh:
-            self._show(row)
+            if self._group[row][1] >= 0:
+                self._show(row)
         self._fresh = {}
-        self._members = {group: rows for group, rows in self._members.items() if rows}
-        self._seen = Counter({group: self._seen[group] for group in self._members})
+        self._forget_empty()
+        self._fit()
 
     def draw(self, count: int) -> Batch | None:
         """A reference batch: `count` visible examples, uniform without replacement, or all of them while they are fewer; None of nothing."""
@@ -141,8 +125,8 @@ class LiveMemory:
         return count
 
     def of(self, tasks: Sequence[int]) -> Batch:
-        """All that is kept of one past task."""
-        rows = sorted(row for group, members in self._members.items() if group[0] == tasks[0] for row in members)
+        """All that may be rehearsed of one past task."""
+        rows = sorted(row for group, members in self._members.items() if group[0] == tasks[0] and group[1] >= 0 for row in members)
         if not rows:
             raise InputError("the memory has no room for an example of every task: give it more bytes or examples")
         return self.take(torch.tensor(rows))
@@ -158,6 +142,7 @@ class LiveMemory:
         if self.storage is None:
             self._open(self._copy)
             assert self.storage is not None
+        self.storage.check_process()
         needed = min(self._used + batch.slots.shape[1], self._limit or math.inf)
         if needed > self.storage.rows:
             self.storage.reserve(int(min(needed + min(self.plan.per_task, needed), self._limit or math.inf)))
@@ -169,14 +154,17 @@ class LiveMemory:
             return
         written: dict[int, int] = {}
         for place, label in enumerate(labels):
-            row = self._place((self.task, 0 if self.policy == "reservoir" else label), self._luck_of_next())
+            row = self._place(self._group_of_next(label), self._luck[self._number])
+            self._number += 1
             if row is not None:
                 written[row] = place  # of several examples for one row the last one stays
         if written:
             assert self.storage is not None
             self.storage.write(list(written), self._copy, list(written.values()))
+            self._repeats.note(self._copy, list(written.values()))
         if self.task_free:
             self._let_ripen()
+        self._fit()
 
     def discard(self) -> None:
         """The step is over."""
@@ -198,7 +186,8 @@ class LiveMemory:
     @property
     def nbytes(self) -> int:
         """Everything it holds."""
-        return (self.storage.nbytes if self.storage else 0) + INDEX * self._used
+        noted = max(INDEX * self._used, ROW * self._used + GROUP * len(self._members))
+        return (self.storage.nbytes if self.storage else 0) + noted
 
     def counts(self) -> dict[int, int]:
         """Examples of every task; of every class, where there are no tasks."""
@@ -206,12 +195,22 @@ class LiveMemory:
         return dict(sorted(found.items()))
 
     def groups(self) -> dict[int, list[int]]:
-        """The visible rows of every past task; of every class, where there are no tasks."""
+        """The rows on which every past task is measured, or every class, where there are no tasks.
+
+        Those held out, if any are to be, else those that are rehearsed.
+        """
         found: dict[int, list[int]] = {}
-        rows = sorted(self._visible)
+        rows = sorted(self._held_out() if self.plan.held_out else self._visible)
         for row, key in zip(rows, self._keys(rows), strict=True):
             found.setdefault(key, []).append(row)
         return found
+
+    def _held_out(self) -> list[int]:
+        """Rows for measuring only, of past tasks or older than `recent` batches."""
+        rows = [row for group, members in self._members.items() if group[1] < 0 for row in members]
+        if self.task_free:
+            return [row for row in rows if self._arrived[row] <= self.fleet.number - self.plan.recent]
+        return [row for row in rows if row not in self._fresh]
 
     def _keys(self, rows: list[int]) -> list[int]:
         """The task of some rows, or their class, where there are no tasks."""
@@ -229,11 +228,14 @@ class LiveMemory:
     # ---- which example stays
 
     def _open(self, values: Mapping[str, Tensor]) -> None:
-        each = INDEX + sum(tensor.dtype.itemsize * tensor.shape[1:].numel() for tensor in values.values())
+        example = sum(tensor.dtype.itemsize * tensor.shape[1:].numel() for tensor in values.values())
+        each = INDEX + example
         limits = [n for n in (self.plan.examples, self.plan.bytes // each if self.plan.bytes else None) if n is not None]
         if not limits and self.task_free:
             limits = [TASK_FREE]
-        self._limit = min(limits) if limits else None
+        self._limit = self._most = min(limits) if limits else None
+        if self._most is not None:
+            self._spare = self.plan.bytes - self._most * example if self.plan.bytes else (ROW + 2 * GROUP) * self._most
         if self._limit == 0:
             raise InputError(f"{self.plan.bytes} bytes are too few for a memory: one example needs {each}")
         device = self.fleet.device if self.plan.where == "module" else torch.device("cpu")
@@ -241,33 +243,37 @@ class LiveMemory:
             values, device, Path(self.plan.folder) if self.plan.folder is not None else None, self._limit if self._reserves else None
         )
 
-    def _luck_of_next(self) -> float:
-        """A uniform number for the next example of the task: a function of the seed and of the example's number."""
-        place = self._number % DRAWN
-        if place == 0 or not self._lucks:
-            first = self._number - place
-            self._lucks = uniform_at(self._luck, torch.arange(first, first + DRAWN)[None])[0].tolist()
-        self._number += 1
-        return self._lucks[place]
+    def _group_of_next(self, label: int) -> Group:
+        """Where the next example belongs.
+
+        A coin of its own decides whether it may be held out, so that these and the others are uniform
+        samples both. The first one is not, so that each task has one to rehearse.
+        """
+        if self.plan.held_out and self._number and self._coin[self._number] < ASIDE:
+            return self.task, ~label if self.task_free else -1
+        return self.task, 0 if self.policy == "reservoir" else label
 
     def _place(self, group: Group, luck: float) -> int | None:
         """The row that the next example of a group takes, if any; `luck` is uniform on [0, 1) and decides one thing."""
         self._seen[group] += 1
         members, seen = self._members.setdefault(group, []), self._seen[group]
+        if group[1] < 0:
+            return self._new(group, luck) if seen <= self.plan.held_out else self._replace(group, int(luck * seen))
         if self.policy == "class-balanced":
             room = self._limit if self.task_free else self.plan.per_task
-            mine = self._used if self.task_free else len(self._fresh)
+            mine = self._used if self.task_free else len(self._fresh) - len(self._members.get((self.task, -1), ()))
             if room is None or mine < room:
                 return self._new(group, luck)
             if seen - 1 > len(members):
-                return self._replace(members, int(luck * seen))
-            return self._make_room(self._largest(group[0]), group, luck)
+                return self._replace(group, int(luck * seen))
+            # What is held out has no part in the share of a task.
+            return self._make_room(self._largest(group[0], among_held_out=self.task_free), group, luck)
         quota = self._quota.get(group[1], 0) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
         if seen <= quota:
             return self._new(group, luck)
         if quota == 0:
             return None
-        return self._replace(members, int(luck * seen))
+        return self._replace(group, int(luck * seen))
 
     def _new(self, group: Group, luck: float) -> int | None:
         """A row of its own: an empty one, or that of a member of the largest group of the task that has most."""
@@ -275,65 +281,129 @@ class LiveMemory:
             row, self._used = self._used, self._used + 1
             self._group.append(group)
             self._arrived.append(self.fleet.number)
+            self._position.append(-1)
             self._enter(row, group)
             return row
-        totals = Counter({group[0]: 0})
+        return self._make_room(self._largest(self._fullest()), group, luck)
+
+    def _fullest(self) -> int:
+        """The task that has most."""
+        totals = Counter({self.task: 0})
         for (task, _), rows in self._members.items():
             totals[task] += len(rows)
-        most = max(totals, key=lambda task: (totals[task], task == group[0]))
-        return self._make_room(self._largest(most), group, luck)
+        return max(totals, key=lambda task: (totals[task], task == self.task))
 
-    def _largest(self, task: int) -> Group:
-        return max((group for group in self._members if group[0] == task), key=lambda group: len(self._members[group]))
+    def _largest(self, task: int, among_held_out: bool = True) -> Group:
+        groups = (group for group in self._members if group[0] == task and (among_held_out or group[1] >= 0))
+        return max(groups, key=lambda group: (len(self._members[group]), group[1] < 0))
 
     def _make_room(self, largest: Group, group: Group, luck: float) -> int | None:
         """A member of the largest group goes, unless the example's own group has had to give examples away, or would have to now."""
         members, seen = self._members[group], self._seen[group]
         if seen - 1 > len(members) or (largest[0] == group[0] and len(members) >= len(self._members[largest])):
-            return self._replace(members, int(luck * seen))
-        return self._instead_of(self._members[largest], group, luck)
+            return self._replace(group, int(luck * seen))
+        row = self._give_way(largest, luck)
+        self._group[row] = group
+        self._enter(row, group)
+        return row
 
-    def _replace(self, members: list[int], entry: int) -> int | None:
+    def _replace(self, group: Group, entry: int) -> int | None:
         """Algorithm R: example n takes a uniform place among n, and stays if that is one of the members'. In a ring the oldest one goes."""
-        if entry >= len(members) and not (members and self.policy == "ring"):
+        members, ring = self._members[group], self._is_ring(group)
+        if entry >= len(members) and not (members and ring):
             return None
-        row = members[entry] if self.policy != "ring" else members.pop(0)
-        if self.policy == "ring":
+        row = members[entry] if not ring else members.pop(0)
+        if ring:
             members.append(row)
-        if self.task_free:
+        if self.task_free and group[1] >= 0:
             self._hide(row)
             self._ripens(row)
         self._arrived[row] = self.fleet.number
         return row
 
-    def _instead_of(self, victims: list[int], group: Group, luck: float) -> int:
-        """A uniform one of them makes room; the oldest one of a ring."""
-        row = victims.pop(int(luck * len(victims)) if self.policy != "ring" else 0)
-        if not victims and self._group[row][0] != self.task:
-            del self._members[self._group[row]], self._seen[self._group[row]]
+    def _is_ring(self, group: Group) -> bool:
+        return self.policy == "ring" and group[1] >= 0
+
+    def _give_way(self, group: Group, luck: float) -> int:
+        """The row of a uniform member that leaves its group; of the oldest one of a ring."""
+        members = self._members[group]
+        row = members.pop(int(luck * len(members)) if not self._is_ring(group) else 0)
+        if not members and group[0] != self.task:
+            del self._members[group], self._seen[group]
         self._hide(row)
         self._fresh.pop(row, None)
-        self._group[row] = group
-        self._enter(row, group)
         return row
 
     def _enter(self, row: int, group: Group) -> None:
         self._arrived[row] = self.fleet.number
-        self._members[group].append(row)
-        if self.task_free:
-            self._ripens(row)
-        else:
+        members = self._members[group]
+        if members:
+            self._group[row] = self._group[members[0]]  # one object for all of them
+        members.append(row)
+        if not self.task_free:
             self._fresh[row] = None
+        elif group[1] >= 0:
+            self._ripens(row)
+
+    # ---- how many groups there may be
+
+    def _fit(self) -> None:
+        """Where groups are so many that too little room is left for examples, members of the largest go.
+
+        Before that, empty groups are forgotten: their classes count as new when they come again.
+        """
+        if self._most is None:
+            return
+        while (allowed := self._allowed()) < max(self._used, min(self._most, len(self._members))):
+            if not all(self._members.values()):
+                self._forget_empty()
+                continue
+            if self._used <= allowed:
+                break
+            bits = one_of_bits(self.fleet.seed, Purpose.ROOM, self.fleet.number, self._used)
+            self._drop(self._give_way(self._largest(self._fullest()), (bits % 2**64 >> 11) * 2.0**-53))
+        self._limit = allowed
+        if len(self._coming) > self._used + self._used // 2 + 64:  # some have another example by now
+            self._coming = deque(dict.fromkeys(one for one in self._coming if self._arrived[one % 2**SHIFT] == one >> SHIFT))
+
+    def _forget_empty(self) -> None:
+        self._members = {group: rows for group, rows in self._members.items() if rows}
+        self._seen = Counter({group: self._seen[group] for group in self._members})
+
+    def _allowed(self) -> int:
+        """How many rows there may be, beside as many groups as there are."""
+        assert self._most is not None
+        return max(1, min(self._most, (self._spare - GROUP * len(self._members)) // ROW))
+
+    def _drop(self, row: int) -> None:
+        """A row that has left its group goes: the last one takes its place."""
+        last = self._used = self._used - 1
+        left = (one for one in self._coming if one % 2**SHIFT != row)
+        self._coming = deque(one - last + row if one % 2**SHIFT == last else one for one in left)
+        if row != last:
+            assert self.storage is not None
+            self.storage.move(last, row)
+            members = self._members[self._group[last]]
+            members[members.index(last)] = row
+            self._group[row], self._arrived[row], self._position[row] = self._group[last], self._arrived[last], self._position[last]
+            if self._position[row] >= 0:
+                self._visible[self._position[row]] = row
+            if last in self._fresh:
+                self._fresh = {row if other == last else other: None for other in self._fresh}
+        self._group.pop()
+        self._arrived.pop()
+        self._position.pop()
+        self._rows = None
 
     # ---- what may be drawn
 
     def _ripens(self, row: int) -> None:
-        self._coming.append((self.fleet.number, row))
+        self._coming.append(self.fleet.number << SHIFT | row)
 
     def _let_ripen(self) -> None:
-        while self._coming and self._coming[0][0] <= self.fleet.number - self.plan.recent:
-            step, row = self._coming.popleft()
-            if self._arrived[row] == step and row not in self._position:  # else another example lies there by now
+        while self._coming and self._coming[0] >> SHIFT <= self.fleet.number - self.plan.recent:
+            step, row = divmod(self._coming.popleft(), 2**SHIFT)
+            if self._arrived[row] == step and self._position[row] < 0 and self._group[row][1] >= 0:  # else another example lies there by now
                 self._show(row)
 
     def _show(self, row: int) -> None:
@@ -342,9 +412,10 @@ class LiveMemory:
         self._rows = None
 
     def _hide(self, row: int) -> None:
-        place = self._position.pop(row, None)
-        if place is None:
+        place = self._position[row]
+        if place < 0:
             return
+        self._position[row] = -1
         last = self._visible.pop()
         if last != row:
             self._visible[place] = last
@@ -354,7 +425,7 @@ class LiveMemory:
     def _visible_rows(self) -> Tensor:
         if self._rows is None:
             self._rows = torch.tensor(self._visible)
-            self._in_order = self._visible == list(range(len(self._visible)))
+            self._in_order = torch.equal(self._rows, torch.arange(len(self._visible)))
         return self._rows
 
     # ---- saving
@@ -365,8 +436,8 @@ class LiveMemory:
             return {}
         columns = {f"examples.{name}": column[: self._used] for name, column in self.storage.columns.items()}
         members = [row for rows in self._members.values() for row in rows]
-        lists = {"members": members, "arrived": self._arrived, "visible": self._visible, "fresh": list(self._fresh)}
-        pairs = {"coming": torch.tensor(list(self._coming), dtype=torch.int64).view(-1, 2)}
+        lists = {"members": members, "arrived": list(self._arrived), "visible": self._visible, "fresh": list(self._fresh)}
+        pairs = {"coming": torch.tensor([divmod(one, 2**SHIFT) for one in self._coming], dtype=torch.int64).view(-1, 2)}
         return columns | pairs | {name: torch.tensor(values, dtype=torch.int64) for name, values in lists.items()}
 
     def counters(self) -> dict[str, Any]:
@@ -390,12 +461,16 @@ class LiveMemory:
         members = state["members"].tolist()
         self._members, self._seen, self._group = {}, Counter(), [(0, 0)] * self._used
         for task, label, count, seen in counters["groups"]:
-            self._members[task, label], members = members[:count], members[count:]
-            self._seen[task, label] = seen
-            for row in self._members[task, label]:
-                self._group[row] = (task, label)
-        self._arrived = state["arrived"].tolist()
-        self._visible, self._position, self._fresh, self._rows = [], {}, dict.fromkeys(state["fresh"].tolist()), None
+            group: Group = task, label  # one object for all of them
+            self._members[group], members = members[:count], members[count:]
+            self._seen[group] = seen
+            for row in self._members[group]:
+                self._group[row] = group
+        self._arrived, self._position = array("q", state["arrived"].tolist()), array("q", [-1] * self._used)
+        self._visible, self._fresh, self._rows = [], dict.fromkeys(state["fresh"].tolist()), None
         for row in state["visible"].tolist():
             self._show(row)
-        self._coming = deque((int(step), int(row)) for step, row in state["coming"].tolist())
+        self._coming = deque(int(step) << SHIFT | int(row) for step, row in state["coming"].tolist())
+        self._limit = None if self._most is None else self._allowed()
+        if self._used:
+            self._repeats.remember(columns, self._used)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from onepass.engine.modules import Buffers
 from onepass.errors import InputError, is_out_of_memory
 from onepass.interrupts import Held
+from onepass.learners import method
 from onepass.live.container import AlteredError, pack, read, unpack
 from onepass.live.exporting import written
 from onepass.live.fitting import check_counts, check_memory, check_module, check_sample
@@ -28,6 +29,7 @@ from onepass.live.growth import grow
 from onepass.live.header import Header, check_settings, placed, read_header
 from onepass.live.inputs import Examples
 from onepass.live.optimisers import check_optimizer, check_saved, optimizer_state, restore_optimizer
+from onepass.live.plan import Memory
 from onepass.live.wrapper import OnePass
 from onepass.streams.slots import Slots
 
@@ -77,6 +79,8 @@ def packed(owner: OnePass) -> bytes:
 def settings(owner: OnePass) -> dict[str, Any]:
     """What `OnePass` was made with, as JSON."""
     plan = asdict(owner.plan)
+    if not plan["held_out"]:
+        del plan["held_out"]  # as in older files
     return {
         "method": owner.method,
         "learning_rate": owner.learning_rate,
@@ -138,6 +142,8 @@ def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, mo
         if needed != (given.get(name) is not None):
             raise InputError(f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}=")
     own, memory = check_settings(header), placed(header, given, path)
+    if method(header.settings.method).learner.one_input:  # older files may have what is refused by now
+        own, memory = own | {"all_classes": False}, Memory()
     state = {part: {key.partition(".")[2]: tensors[key] for key in sorted(tensors) if key.partition(".")[0] == part} for part in PARTS}
     if sum(map(len, state.values())) != len(tensors) or (saved is None and state["optimizer"]):
         raise AlteredError("tensors that belong to nothing")

@@ -154,6 +154,12 @@ def check_method(name: str, options: Any, plan: Memory, classifies: bool, task_f
         raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
     if learner.needs_own_classes and not (classifies and tasks):
         raise InputError(f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy")
+    if learner.one_input and plan != Memory():
+        raise InputError(f"{name} keeps exemplars of its own, so it has no use for a memory: leave memory out, and say how many with exemplars=")
+    if plan.held_out and not learner.needs_memory:
+        raise InputError(f"{name} keeps no examples, so there are none to hold out for measuring: leave held_out out, or choose another method")
+    if learner.one_input and options.all_classes:
+        raise InputError(f"leave all_classes out of {name} here: predict(x) answers among all classes seen so far, predict(x, task=…) among a task's")
     if plan.policy in ("class-balanced", "class-reservoir", "ring") and not classifies:
         raise InputError(f"the memory policy {plan.policy} needs classes: use 'reservoir' with a loss of your own")
     if task_free and plan.policy in ("class-reservoir", "ring"):

@@ -11,52 +11,74 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepass.errors import InputError
+from onepass.errors import InputError, first_line
 from onepass.streams.batch import Batch
 
 
 class Storage:
-    """Columns `[rows, …]`, a row an example. `folder` keeps them in files there, which vanish with the process.
+    """Columns `[rows, …]`, one row per example. `folder` keeps them in files, which vanish with the process.
 
-    `limit` rows are taken at once, if given: what is not used yet costs address space, not memory, except on a GPU.
+    `limit` rows are taken at once, if given: what is not used yet costs address space, not memory,
+    except on a GPU. A process that was forked shares the files with its parent: it is refused, since
+    one would write into the other's examples.
     """
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device, folder: Path | None, limit: int | None) -> None:
         self._device, self._folder = device, folder
         self._kinds = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in like.items()}
-        self.columns: dict[str, Tensor] = {name: self._room(0, name) for name in self._kinds}
+        self._process = os.getpid()
+        self._columns: dict[str, Tensor] = {name: self._room(0, name) for name in self._kinds}
         self.rows = 0
         if limit is not None:
             self.reserve(limit)
 
     @property
     def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.columns.values())
+        return sum(column.nbytes for column in self._columns.values())
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        self.check_process()
+        return self._columns
+
+    def check_process(self) -> None:
+        """Raise in a process that shares its files with the one that made them."""
+        if self._folder is not None and os.getpid() != self._process:
+            raise InputError(
+                f"the memory in {self._folder} belongs to process {self._process}, from which this one was forked: "
+                "save the learner there, and load it here"
+            )
 
     def _room(self, rows: int, name: str) -> Tensor:
         dtype, shape = self._kinds[name]
         size = rows * shape.numel() * dtype.itemsize
+        if size >= 2**62:
+            raise InputError(f"cannot keep {size} bytes of examples: give the memory fewer examples or bytes")
         if self._folder is None or size == 0:
-            return torch.empty(rows, *shape, dtype=dtype, device=self._device)
+            try:
+                return torch.empty(rows, *shape, dtype=dtype, device=self._device)
+            except torch.OutOfMemoryError:  # of a GPU, which every other step may raise too
+                raise
+            except (RuntimeError, MemoryError):
+                raise InputError(f"cannot keep {size} bytes of examples in main memory: give the memory fewer examples or bytes") from None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a crash when a page is first written
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,))
-        except OSError as reason:
-            raise InputError(
-                f"cannot keep {size} bytes in {self._folder} ({reason.strerror or reason}): make room, or choose another folder"
-            ) from None
+        except (OSError, MemoryError) as reason:
+            why = getattr(reason, "strerror", None) or first_line(reason)
+            raise InputError(f"cannot keep {size} bytes in {self._folder} ({why}): make room, or choose another folder") from None
         return torch.from_numpy(mapped).view(dtype).view(rows, *shape)
 
     def reserve(self, rows: int) -> None:
-        """Make room for at least so many rows."""
+        """Make room for at least so many rows, or none at all."""
         if rows <= self.rows:
             return
-        for name, old in self.columns.items():
-            self.columns[name] = self._room(rows, name)
-            self.columns[name][: self.rows] = old
-        self.rows = rows
+        old, new = self.columns, {name: self._room(rows, name) for name in self._kinds}
+        for name, column in new.items():
+            column[: self.rows] = old[name]
+        self._columns, self.rows = new, rows
 
     def write(self, rows: list[int], values: Mapping[str, Tensor], places: list[int]) -> None:
         """Row `rows[i]` becomes example `places[i]` of `values`."""
@@ -64,6 +86,11 @@ class Storage:
         for name, column in self.columns.items():
             value = values[name]
             column.index_copy_(0, target.to(column.device), value.index_select(0, source.to(value.device)).to(column.device))
+
+    def move(self, source: int, target: int) -> None:
+        """One row is copied over another."""
+        for column in self.columns.values():
+            column[target] = column[source]
 
     def first(self, count: int, device: torch.device) -> dict[str, Tensor]:
         """The first rows, on a device: not copied if they are there, so not to be kept."""

@@ -24,11 +24,20 @@ AT_ONCE = 500  # examples of the memory in one forward pass
 class Watch:
     """What happens between two reports, and what the memory says of the past.
 
-    A report has: `step`; `task`, how many have ended; `loss` and `accuracy` before learning, means over the batches since the last report (the
-    accuracy by a forward pass in evaluation, which is what watching costs); `forgetting`, how much the accuracy on the memory of each past
-    task (of each class, without tasks) has fallen from its best, on average, or for a loss of one's own how much the loss has risen from its lowest;
-    `violations` so far; `cosine` between the gradient and the reference gradient (the smallest, if there are several) of the last step;
-    `memory`, examples by task or class; `memory_bytes`; `milliseconds` a step.
+    A report has: `step`; `task`, how many have ended; `loss` and `accuracy` before learning, means over
+    the batches since the last report (the accuracy by a forward pass in evaluation, which is what
+    watching costs); `forgetting` and `forgetting_by_task`, see below; `violations` so far; `cosine`
+    between the gradient and the reference gradient (the smallest, if there are several) of the last
+    step; `memory`, examples by task or class; `memory_bytes`; `milliseconds` per step.
+
+    `forgetting_by_task` says of each past task (of each class, without tasks) how much the accuracy has
+    fallen from its best, or for a loss of one's own how much the loss has risen from its lowest;
+    `forgetting` is the mean of what is known. It counts from the end of the task, and is None of a
+    task that was not measured then: the end is measured if there is a `watch` or `Memory(held_out=N)`,
+    or if a report is asked for before the next batch. Without tasks it counts from the first report
+    that had the class, and is None in that one. It is measured on the examples held out, which were
+    learnt once, as all others. Without `held_out` it is measured on the examples in the memory: those
+    are rehearsed, so the number is too optimistic for er and the other methods that learn from them.
     """
 
     def __init__(self, owner: OnePass, watch: Callback | Sequence[Callback], every: int) -> None:
@@ -76,33 +85,42 @@ class Watch:
 
     def ended(self) -> None:
         """A task has ended: from now on it can be forgotten."""
-        if self._callbacks:
-            self.forgetting()
+        if self._callbacks or self._owner.plan.held_out:
+            self.forgetting(since_now=True)
 
     def report(self) -> Report:
         owner, memory = self._owner, self._owner.memory
         batches = max(self._batches, 1)
+        kept, size = (memory.counts(), memory.nbytes) if memory is not None else owner.learner.kept()
+        forgotten = self.forgetting(since_now=owner.batches == 0)
+        known = [value for value in forgotten.values() if value is not None]
         return {
             "step": owner.steps,
             "task": owner.segment,
             "loss": self._loss / batches if self._batches else None,
             "accuracy": int(self._right) / self._examples if self._examples and owner.classifies else None,
-            "forgetting": self.forgetting(),
+            "forgetting": sum(known) / len(known) if known else None,
+            "forgetting_by_task": forgotten,
             "violations": owner.violations,
             "cosine": owner.fleet.cosine if owner.fleet.cosine == owner.fleet.cosine else None,
-            "memory": memory.counts() if memory is not None else {},
-            "memory_bytes": memory.nbytes if memory is not None else 0,
+            "memory": kept,
+            "memory_bytes": size,
             "milliseconds": 1000 * self._seconds / batches if self._batches else None,
         }
 
-    def forgetting(self) -> float | None:
-        """How much has been lost since the best moment, on average over past tasks or classes; None while there are none."""
-        scores = self._scores()
-        if not scores:
-            return None
-        for group, score in scores.items():
-            self.best[group] = max(score, self.best.get(group, score))
-        return sum(self.best[group] - score for group, score in scores.items()) / len(scores)
+    def forgetting(self, since_now: bool) -> dict[int, float | None]:
+        """How much of each past task or class was lost since its best moment; None where that is unknown.
+
+        `since_now`: nothing was learnt since the last task ended, so from now on it can be forgotten.
+        """
+        owner, found = self._owner, dict[int, float | None]()
+        last = owner.memory.task if owner.memory is not None else -1
+        for group, score in self._scores().items():
+            known = group in self.best or (since_now and not owner.task_free and group == last)
+            if known or owner.task_free:
+                self.best[group] = max(score, self.best.get(group, score))
+            found[group] = self.best[group] - score if known else None
+        return found
 
     def _scores(self) -> dict[int, float]:
         """The accuracy (or the negative loss) on what the memory has of each past task or class."""
@@ -134,10 +152,10 @@ class TensorBoard:
 
     def __call__(self, report: Report) -> None:
         for name, value in report.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, report["step"])
-        for group, count in report["memory"].items():
-            self._writer.add_scalar(f"memory/{group}", count, report["step"])
+            parts = {f"{name}/{group}": one for group, one in value.items()} if isinstance(value, dict) else {name: value}
+            for tag, one in parts.items():
+                if tag != "step" and isinstance(one, (int, float)):
+                    self._writer.add_scalar(tag, one, report["step"])
         self._writer.flush()
 
 
@@ -166,7 +184,7 @@ class LiveView:
 
         self._reports = [*self._reports, report][-self._rows :]
         table = Table()
-        names = [name for name in report if name != "memory"]
+        names = [name for name, value in report.items() if not isinstance(value, dict)]
         for name in names:
             table.add_column(name.replace("_", " "), justify="right")
         for row in self._reports:

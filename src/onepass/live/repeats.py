@@ -1,0 +1,66 @@
+"""Noticing a stream that is shown more than once: its memory would fill with copies without a word."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+PLACES = 1024  # hashes that are remembered, a power of two
+ENOUGH = 10  # examples that came again, after which the user is told: a few may be alike by nature
+
+
+class Repeats:
+    """Counts examples that enter the memory and were in it before; changes nothing in what is kept.
+
+    It remembers a 64-bit hash of the last examples that entered, in a table of fixed size. Most
+    examples of a long stream do not enter, and cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._table = array("q", bytes(8 * PLACES))
+        self._again = 0
+
+    def __copy__(self) -> Repeats:
+        twin = Repeats()
+        twin._table, twin._again = self._table[:], self._again
+        return twin
+
+    def note(self, columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+        """These rows entered the memory."""
+        if self._again >= ENOUGH:
+            return
+        for found in hashes(columns, rows):
+            place = found % PLACES
+            self._again += self._table[place] == found
+            self._table[place] = found
+            if self._again >= ENOUGH:
+                log.warning(
+                    "%d examples entered the memory that were in it before, so the stream seems to repeat, and the memory fills with copies: "
+                    "show each example once (ignore this where examples are alike by nature)",
+                    ENOUGH,
+                )
+                return
+
+    def remember(self, columns: Mapping[str, Tensor], size: int) -> None:
+        """The examples of a restored memory."""
+        for found in hashes(columns, range(max(0, size - PLACES), size)):
+            self._table[found % PLACES] = found
+
+
+def hashes(columns: Mapping[str, Tensor], rows: Sequence[int]) -> list[int]:
+    """A hash of each of these rows over all columns, never 0; of no use in another process."""
+    parts = []
+    for _, tensor in sorted(columns.items()):  # in an order that a file keeps
+        if tensor.device.type == "cpu":
+            lines, places = tensor, rows
+        else:
+            lines, places = tensor.index_select(0, torch.tensor(rows, device=tensor.device)).cpu(), range(len(rows))
+        content = lines.reshape(len(lines), lines.shape[1:].numel()).view(torch.uint8).numpy()
+        parts.append([content[place].tobytes() for place in places])
+    return [hash(line) or 1 for line in zip(*parts, strict=True)]

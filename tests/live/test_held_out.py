@@ -1,0 +1,303 @@
+"""Forgetting is measured on examples that are never rehearsed, where some are held out, and is None where it is not known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from live_memory import CLASSES, Offered, assert_same_batch, assert_same_state, every_policy, memory_of, numbers_in, some_labels
+from onepass import InputError, Memory, OnePass
+from onepass.live.memory import LiveMemory, Policy
+from onepass.live.saving import packed, settings
+from onepass.streams.batch import Batch
+
+
+def held(memory: LiveMemory) -> dict[tuple[int, int], list[int]]:
+    """Numbers of the examples held out, by group."""
+    numbers = numbers_in(memory) if memory.storage is not None else []
+    return {group: [numbers[row] for row in rows] for group, rows in memory._members.items() if group[1] < 0}
+
+
+def filled(memory: LiveMemory, seed: int = 0, tasks: int = 3, batches: int = 30) -> Offered:
+    offered, random = Offered(), Random(seed)
+    for task in range(1 if memory.task_free else tasks):
+        memory.begin_task(task)
+        for _ in range(batches):
+            offered(memory, some_labels(random))
+        if not memory.task_free:
+            memory.end_task()
+    return offered
+
+
+# ---- which examples
+
+
+@every_policy
+@pytest.mark.parametrize("limit", [{}, {"examples": 60}], ids=["no limit", "examples"])
+def test_what_is_held_out_is_never_rehearsed(policy: Policy, task_free: bool, limit: dict[str, int]) -> None:
+    memory = memory_of(Memory(per_task=20, held_out=6, recent=2, **limit), policy, task_free)
+    offered, random = Offered(), Random(3)
+    ever: set[int] = set()
+    for step in range(150):
+        if step % 30 == 29 and not task_free:
+            memory.end_task()
+            memory.begin_task(memory.task + 1)
+        drawn = [memory.draw(9)]
+        if not task_free:
+            drawn += [memory.of([task]) for task in range(memory.task)]
+        rehearsed = {int(n) for batch in drawn if batch is not None for n in batch.x[0, :, 0].tolist()}
+        ever |= {number for numbers in held(memory).values() for number in numbers}
+        assert rehearsed.isdisjoint(ever)
+        offered(memory, some_labels(random))
+        assert memory.size <= memory.plan.examples if memory.plan.examples else True
+    groups = held(memory)
+    assert groups
+    assert all(0 < len(numbers) <= 6 for numbers in groups.values())
+    for (task, label), numbers in groups.items():
+        assert all(offered.task[number] == task for number in numbers)
+        assert not task_free or all(offered.labels[number] == ~label for number in numbers)
+    measured = memory.groups()
+    rows = numbers_in(memory)
+    assert {rows[row] for group in measured.values() for row in group} <= {number for numbers in groups.values() for number in numbers}
+
+
+@every_policy
+def test_what_is_held_out_comes_on_top_of_the_share_of_a_task(policy: Policy, task_free: bool) -> None:
+    if task_free:
+        return
+    memory, offered = memory_of(Memory(per_task=20, held_out=6), policy), Offered()
+    for task in range(3):
+        memory.begin_task(task)
+        for _ in range(60):
+            offered(memory, range(CLASSES))
+        memory.end_task()
+    assert memory.counts() == dict.fromkeys(range(3), 26)
+    assert memory.visible == 60
+    assert {group: len(rows) for group, rows in memory.groups().items()} == dict.fromkeys(range(3), 6)
+
+
+def test_what_is_held_out_is_a_uniform_sample_and_leaves_the_rest_one() -> None:
+    counts = {True: np.zeros(120), False: np.zeros(120)}
+    for seed in range(400):
+        memory = memory_of(Memory(per_task=20, held_out=6), "reservoir", seed=seed)
+        memory.begin_task(0)
+        offered = Offered()
+        for _ in range(24):
+            offered(memory, range(CLASSES))
+        apart = {number for numbers in held(memory).values() for number in numbers}
+        for number in numbers_in(memory):
+            counts[number in apart][number] += 1
+    for kept, size in ((counts[True][1:], 6), (counts[False][1:], 20)):  # the first one is always offered to the rest
+        parts = kept.reshape(7, 17).sum(1)
+        expected = parts.sum() / 7
+        assert kept.sum() == pytest.approx(400 * size, rel=0.05)
+        assert float(((parts - expected) ** 2 / expected).sum()) < 28  # six degrees of freedom: above once in ten thousand times
+
+
+def test_a_task_of_a_single_example_can_be_rehearsed() -> None:
+    for seed in range(40):
+        memory = memory_of(Memory(per_task=20, held_out=6), "class-balanced", seed=seed)
+        Offered()(memory, [1])
+        memory.end_task()
+        assert memory.of([0]).slots.tolist() == [[1]]
+
+
+@every_policy
+@pytest.mark.parametrize("limit", [{}, {"examples": 40}, {"bytes": 20_000}], ids=["no limit", "examples", "bytes"])
+def test_a_restored_memory_goes_on_identically(policy: Policy, task_free: bool, limit: dict[str, int]) -> None:
+    plan = Memory(per_task=15, recent=3, held_out=5, **limit)
+    memory = memory_of(plan, policy, task_free)
+    filled(memory)
+    memory.begin_task(0 if task_free else 3)
+    offered, random = Offered(), Random(1)
+    for _ in range(10):
+        offered(memory, some_labels(random))
+    fresh = memory_of(plan, policy, task_free)
+    fresh.fleet.number = memory.fleet.number
+    fresh.restore({name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters())
+    for seed, both in ((5, (memory, fresh)),):
+        chance = [Random(seed), Random(seed)]
+        shown = [Offered(), Offered()]
+        for step in range(40):
+            for one, offer, random in zip(both, shown, chance, strict=True):
+                offer(one, some_labels(random))
+                if step == 20 and not task_free:
+                    one.end_task()
+                    one.begin_task(4)
+            assert_same_batch(memory.draw(7), fresh.draw(7))
+    assert_same_state(memory, fresh)
+    assert memory.groups() == fresh.groups()
+    assert memory.groups()
+
+
+# ---- learning
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4))
+
+
+def stream(task: int, batches: int = 40, noise: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    """Four classes whose features are exchanged from task to task."""
+    generator = torch.Generator().manual_seed(task)
+    found = []
+    for _ in range(batches):
+        y = torch.randint(0, 4, (10,), generator=generator)
+        x = noise * torch.randn(10, 8, generator=generator)
+        x[torch.arange(10), (y + task) % 4] += 3
+        found.append((x, y))
+    return found
+
+
+def learnt(method: str = "er", tasks: int = 3, **more: Any) -> OnePass:
+    learner = OnePass(net(), method, learning_rate=0.1, **more)
+    for task in range(tasks):
+        for x, y in stream(task):
+            learner.observe(x, y)
+        learner.end_task()
+    return learner
+
+
+def test_without_it_nothing_is_learnt_differently_and_a_file_has_no_word_of_it() -> None:
+    one, other = learnt(memory=Memory(per_task=9)), learnt(memory=Memory(per_task=9, held_out=0))
+    assert packed(one) == packed(other)
+    assert "held_out" not in settings(one)["memory"]
+    assert settings(learnt(tasks=1, memory=Memory(held_out=3)))["memory"]["held_out"] == 3
+
+
+@pytest.mark.parametrize("method", ["er", "a-gem", "gem", "s-gem", "mega-1"])
+def test_a_method_is_given_nothing_of_what_is_held_out(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Batch] = []
+    for name in ("draw", "of"):
+        real = getattr(LiveMemory, name)
+
+        def listen(memory: LiveMemory, what: Any, real: Any = real) -> Batch | None:
+            found: Batch | None = real(memory, what)
+            if found is not None:
+                given.append(found)
+            return found
+
+        monkeypatch.setattr(LiveMemory, name, listen)
+    learner = learnt(method, memory=Memory(per_task=20, held_out=10))
+    memory = learner.memory
+    assert memory is not None
+    apart = {tuple(x.tolist()) for rows in memory.groups().values() for x in memory.take(torch.tensor(rows)).x[0]}
+    seen = {tuple(x.tolist()) for batch in given for x in batch.x[0]}
+    assert len(apart) == 30
+    assert len(seen) > 20
+    assert apart.isdisjoint(seen)
+
+
+@pytest.mark.parametrize("task_free", [False, True], ids=["tasks", "task-free"])
+def test_it_goes_on_bit_identically_from_a_file(task_free: bool, tmp_path: Path) -> None:
+    def make() -> OnePass:
+        return OnePass(net(), "er", learning_rate=0.05, task_free=task_free, memory=Memory(per_task=12, examples=50, recent=2, held_out=5))
+
+    whole, first = make(), make()
+    for learner in (whole, first):
+        for task in range(2):
+            for x, y in stream(task, 15):
+                learner.observe(x, y)
+            if not task_free:
+                learner.end_task()
+    first.save(tmp_path / "saved")
+    second = OnePass.load(tmp_path / "saved", net())
+    for x, y in stream(2):
+        whole.observe(x, y)
+        second.observe(x, y)
+    if not task_free:
+        whole.end_task()
+        second.end_task()
+    assert packed(second) == packed(whole)
+    keys = ("forgetting", "forgetting_by_task", "memory", "memory_bytes")
+    assert [second.report()[key] for key in keys] == [whole.report()[key] for key in keys]
+
+
+# ---- what the number is
+
+
+def test_forgetting_is_none_where_the_end_of_the_task_was_not_measured() -> None:
+    learner = learnt()
+    # The last task has just ended, so nothing of it can be lost yet; of the others nothing is known.
+    assert learner.report()["forgetting_by_task"] == {0: None, 1: None, 2: 0.0}
+    assert learner.report()["forgetting"] == 0.0
+    late = learnt()
+    late.observe(*stream(3)[0])
+    assert late.report()["forgetting_by_task"] == {0: None, 1: None, 2: None}
+    assert late.report()["forgetting"] is None
+    assert late.report()["forgetting"] is None, "a first look in the middle of things is no best moment"
+
+
+@pytest.mark.parametrize("more", [{"watch": lambda _: None}, {"memory": Memory(held_out=20)}], ids=["watched", "held out"])
+def test_forgetting_is_known_of_every_task_whose_end_was_measured(more: dict[str, Any]) -> None:
+    report = learnt("a-gem", **more).report()
+    by_task = report["forgetting_by_task"]
+    assert list(by_task) == [0, 1, 2]
+    assert report["forgetting"] == pytest.approx(sum(by_task.values()) / 3)
+
+
+def test_forgetting_is_the_fall_of_the_accuracy_on_what_is_held_out() -> None:
+    learner = learnt("a-gem", tasks=1, memory=Memory(per_task=20, held_out=20), reference_batch=1)
+    memory = learner.memory
+    assert memory is not None
+    batch = memory.take(torch.tensor(memory.groups()[0]))
+
+    def accuracy() -> float:
+        return (learner.predict(batch.x[0]) == batch.slots[0]).double().mean().item()
+
+    best = accuracy()
+    for x, y in stream(2):
+        learner.observe(x, (y + 1) % 4)
+    assert learner.report()["forgetting_by_task"] == {0: pytest.approx(best - accuracy())}
+    assert best - accuracy() > 0.3
+
+
+def test_forgetting_on_rehearsed_examples_is_too_optimistic_and_on_held_out_ones_it_is_not() -> None:
+    """Few examples, learnt by heart, and noise: what is rehearsed stays, what is not goes."""
+    found = {}
+    for name, apart in (("rehearsed", 0), ("held out", 60)):
+        learner = OnePass(net(), "er", learning_rate=0.1, memory=Memory(per_task=8, held_out=apart), watch=lambda _: None)
+        tests = [[torch.cat(part) for part in zip(*stream(task + 50 * 4, 60, noise=1.5), strict=True)] for task in range(4)]
+        best = []
+        for task in range(4):
+            for x, y in stream(task, 120, noise=1.5):
+                learner.observe(x, y)
+            learner.end_task()
+            best.append((learner.predict(tests[task][0]) == tests[task][1]).double().mean().item())
+        lost = [b - (learner.predict(x) == y).double().mean().item() for b, (x, y) in zip(best, tests, strict=True)]
+        found[name] = learner.report()["forgetting"], sum(lost) / 4
+    (rehearsed, true), (apart, truth) = found["rehearsed"], found["held out"]
+    assert rehearsed < true - 0.1
+    assert apart == pytest.approx(truth, abs=0.1)
+
+
+def test_forgetting_of_a_loss_of_ones_own_and_of_classes_without_tasks_is_measured_on_what_is_held_out() -> None:
+    learner = OnePass(nn.Linear(8, 2), "er", learning_rate=0.05, loss=mse_loss, memory=Memory(held_out=10))
+    for x, _ in stream(0):
+        learner.observe(x, x[:, :2])
+    learner.end_task()
+    assert learner.report()["forgetting_by_task"] == {0: 0.0}
+    free = OnePass(net(), "er", learning_rate=0.05, task_free=True, memory=Memory(held_out=10, recent=0))
+    for x, y in stream(0):
+        free.observe(x, y)
+    assert free.memory is not None
+    assert {c: len(rows) for c, rows in free.memory.groups().items()} == dict.fromkeys(range(4), 10)
+    assert free.report()["forgetting"] is None
+    assert free.report()["forgetting_by_task"] == dict.fromkeys(range(4), 0.0)
+    kept = Counter(free.memory._keys(list(range(free.memory.size))))
+    assert free.report()["memory"] == dict(sorted(kept.items()))
+
+
+@pytest.mark.parametrize("method", ["van", "pi", "icarl"])
+def test_a_method_without_a_memory_has_nothing_to_hold_out(method: str) -> None:
+    with pytest.raises(InputError, match=r"held_out|exemplars="):
+        OnePass(net(), method, learning_rate=0.1, tasks=[[0, 1], [2, 3]], memory=Memory(held_out=5))
