@@ -65,7 +65,7 @@ class Kept(Part):
 
     task: Count
     number: Count
-    groups: list[tuple[Count, Count, Count, Count]]
+    groups: list[tuple[Count, Annotated[int, Field(gt=-LARGE, lt=LARGE)], Count, Count]]
     quota: list[tuple[Count, Annotated[int, Field(ge=0)]]]
 
 

@@ -99,7 +99,7 @@ class LiveMemory:
         self._quota: dict[int, int] = {}
         self._lucks: list[float] = []
         self._limit: int | None = None
-        self._reserves = True  # is all the room up to the limit taken at once?
+        self._reserves = True  # is room taken ahead, up to the limit? What a file says reserves nothing
         self.begin_task(0)
 
     # ---- what learners call
@@ -160,7 +160,8 @@ class LiveMemory:
             assert self.storage is not None
         needed = min(self._used + batch.slots.shape[1], self._limit or math.inf)
         if needed > self.storage.rows:
-            self.storage.reserve(int(min(needed + min(self.plan.per_task, needed), self._limit or math.inf)))
+            ahead = self.plan.per_task if self._reserves else min(self.plan.per_task, needed)
+            self.storage.reserve(int(min(needed + ahead, self._limit or math.inf)))
 
     def commit(self, labels: Sequence[int]) -> None:
         """The step was taken: offer the batch that the learner showed, example by example."""
