@@ -120,21 +120,21 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
     task_of, label_of = (torch.empty(rows, dtype=torch.int64) for _ in range(2))
     task_of[members], label_of[members] = tasks.repeat_interleave(counts), labels.repeat_interleave(counts)
 
-    aside = labels < 0  # held out, each with the class `~label` where there are no tasks
-    yield not bool(aside.any()) or bool((counts[aside] <= plan.held_out).all() and (free or (labels[aside] == -1).all())), "what is held out"
-    held_out = label_of < 0
-    if free:
-        yield not classifies or torch.equal(~label_of[held_out], slots[held_out]), "what is held out"
-    labels = labels[~aside]
+    # Groups with a negative number instead of a class are held out: never drawn, if the plan has such.
+    aside = label_of < 0
+    yield bool(getattr(plan, "held_out", 0)) or not bool((labels < 0).any()), "the groups"
+    named = labels[labels >= 0]
+
     balanced = plan.policy != "reservoir" and classifies
     if classifies:
         assert header.outputs is not None
         possible = torch.tensor(sorted({c for _, classes in header.settings.tasks or () for c in classes} or range(header.outputs)))
         yield bool(torch.isin(slots, possible).all()), "the labels"
-        yield bool(torch.isin(labels, possible).all()) if balanced else not bool(labels.any()), "the groups"
+        yield bool(torch.isin(named, possible).all()) if balanced else not bool(named.any()), "the groups"
+        yield bool(torch.isin(~labels[labels < 0], possible).all() if free else (labels >= -1).all()), "the groups"
     else:
-        yield not bool(slots.any() or labels.any()), "the labels"
-    yield not balanced or torch.equal(label_of[~held_out], slots[~held_out]), "the groups"
+        yield not bool(slots.any() or named.any()) and bool((labels >= -1).all()), "the labels"
+    yield not balanced or torch.equal(label_of[~aside], slots[~aside]), "the groups"
     shared = plan.policy in ("class-reservoir", "ring")
     yield len({label for label, _ in kept.quota}) == len(kept.quota), "the shares"
     yield sum(share for _, share in kept.quota) == (plan.per_task if shared else 0) and (shared or not kept.quota), "the shares"
@@ -149,11 +149,10 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
         yield len(fresh) == 0 and _within(ripening, 0, rows - 1) and _within(steps, 1, number), "the rows that come"
         yield bool((steps.diff() >= 0).all()), "the rows that come"
         ripe = ripening[tensors["arrived"][ripening] == steps]
-        yield not bool(held_out[visible].any()), "what is held out"
-        yield bool(torch.isin((hidden & ~held_out).nonzero()[:, 0], ripe).all()), "the rows that come"
+        yield bool(torch.isin((hidden & ~aside).nonzero()[:, 0], ripe).all()) and bool(hidden[aside].all()), "the rows that come"
     else:
         current = (task_of == kept.task) & learning
-        yield len(coming) == 0 and torch.equal(hidden, current | held_out), "the rows that may be drawn"
+        yield len(coming) == 0 and torch.equal(hidden, current | aside), "the rows that may be drawn"
         yield len(fresh) == int(current.sum()) and bool(current[fresh].all()), "the rows of the task"
 
 

@@ -61,10 +61,7 @@ class Fleet(Part):
 
 
 class Kept(Part):
-    """What a memory counts with: `groups` of (task, class, rows, examples that passed by).
-
-    A negative class is that of examples that are held out.
-    """
+    """What a memory counts with: `groups` of (task, class, rows, examples that passed by)."""
 
     task: Count
     number: Count

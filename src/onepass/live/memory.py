@@ -143,9 +143,10 @@ class LiveMemory:
             self._open(self._copy)
             assert self.storage is not None
         self.storage.check_process()
-        needed = min(self._used + batch.slots.shape[1], self._limit or math.inf)
+        needed = min(self._used + batch.slots.shape[1], self._most or math.inf)
         if needed > self.storage.rows:
-            self.storage.reserve(int(min(needed + min(self.plan.per_task, needed), self._limit or math.inf)))
+            ahead = self.plan.per_task if self._reserves else min(self.plan.per_task, needed)
+            self.storage.reserve(int(min(needed + ahead, self._most or math.inf)))
 
     def commit(self, labels: Sequence[int]) -> None:
         """The step was taken: offer the batch that the learner showed, example by example."""
