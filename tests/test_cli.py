@@ -268,7 +268,7 @@ def test_status_and_show_look_into_a_study(outcome: tuple[dict[str, Any], str], 
 
 def test_show_refuses_a_unit_that_is_not_there(outcome: tuple[dict[str, Any], str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "'zzz' is no unit of this study" in refusal(capsys, "show", str(folder / "out"), "zzz")
-    assert "could be 3 units" in refusal(capsys, "show", str(folder / "out"), "")
+    assert "an argument is empty" in refusal(capsys, "show", str(folder / "out"), "")
 
 
 def test_a_study_goes_on_without_its_recipe_being_named(outcome: tuple[dict[str, Any], str], folder: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_full_disk_is_one_sentence_and_the_study_goes_on_when_there_is_room(tm
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
     assert "(File too large): make room or choose another place, and give the same command again" in failed.stderr.splitlines()[-1]
-    assert not list(tmp_path.rglob(".partial-*"))
+    assert not list(tmp_path.rglob(".onepass-partial-*"))
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert "3 of 3 units done" in printed("status", str(tmp_path / "out"))

@@ -332,10 +332,10 @@ def main(arguments: list[str] | None = None) -> None:
 def _refuse_empty(arguments: list[str]) -> None:
     """An argument without content is mostly a variable that is not set; a path of that kind would be the current folder."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        option, _, value = argument.partition("=")
-        if not argument.strip() or (option.startswith("--") and "=" in argument and not value.strip()):
-            where = option if option.strip() else before if before.startswith("-") else "an argument"
-            raise InputError(f"{where} is empty: give it a value (is a variable not set?); the current folder is '.'")
+        option, joined, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if joined and not value.strip() and option != "--methods":  # which has a sentence of its own
+            what = option if option.startswith("-") else "an argument"
+            raise InputError(f"{what} is empty: give it a value (is a variable not set?); the current folder is '.'")
 
 
 def _complain(sentence: str) -> NoReturn:
