@@ -326,7 +326,7 @@ def test_a_full_disk_is_one_sentence_and_the_study_goes_on_when_there_is_room(tm
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
     assert "(File too large): make room or choose another place, and give the same command again" in failed.stderr.splitlines()[-1]
-    assert not list(tmp_path.rglob(".partial-*"))
+    assert not list(tmp_path.rglob(".onepass-partial-*"))
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert "3 of 3 units done" in printed("status", str(tmp_path / "out"))

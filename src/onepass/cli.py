@@ -215,7 +215,7 @@ def rescue(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The study that is damaged; it stays as it is.")],
     into: Annotated[Path, typer.Argument(metavar="INTO", help="The folder of the new study.")],
 ) -> None:
-    """Copy everything that is sound of a damaged study into a new one, and say what is lost. Exit code 1 if anything is."""
+    """Copy what is sound of a damaged study into a new one. Exit code 1 if anything is lost."""
     from onepass.studies.rescue import rescue as save
 
     found = save(folder, into)
@@ -361,12 +361,12 @@ def _check_current_folder() -> None:
 
 
 def _refuse_empty(arguments: list[str]) -> None:
-    """An argument without content is mostly a variable that is not set; a path of that kind would be the current folder."""
+    """An empty argument is mostly a variable that is not set; as a path it is the current folder."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        option, _, value = argument.partition("=")
-        if not argument.strip() or (option.startswith("--") and "=" in argument and not value.strip()):
-            where = option if option.strip() else before if before.startswith("-") else "an argument"
-            raise InputError(f"{where} is empty: give it a value (is a variable not set?); the current folder is '.'")
+        option, joined, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if joined and not value.strip() and option != "--methods":  # has its own sentence
+            what = option if option.startswith("-") else "an argument"
+            raise InputError(f"{what} is empty: give it a value (is a variable not set?); the current folder is '.'")
 
 
 def _complain(sentence: str, code: int) -> NoReturn:

@@ -65,8 +65,8 @@ def make_folder(path: Path) -> None:
 def write(path: Path, content: bytes) -> None:
     """Write to a temporary name, flush, and rename: a reader sees the old file or the new one, never a part, even after a power cut.
 
-    A file that is replaced hands on its mode and, where possible, its owner; a new one obeys the umask. A link is followed, and what is no
-    plain file (a pipe, a device) is simply written to.
+    A file that is replaced hands on its mode and, where possible, its owner; a new one obeys the
+    umask. A link is followed, and what is no plain file (a pipe, a device) is simply written to.
     """
     try:
         if is_device(path):
@@ -105,8 +105,9 @@ def resolved(path: Path) -> Path:
 def _begin(path: Path, mode: int) -> tuple[int, Path]:
     """A new file to write the content of `path` to, which this process alone writes.
 
-    Its name depends on the target and this machine, so what a killed process has left there is found without listing the folder, and removed.
-    While a file is being written it is locked: another process that writes to the same target takes a random name.
+    Its name depends on the target and this machine, so what a killed process has left there is found
+    without listing the folder, and removed. While a file is being written it is locked: another
+    process that writes to the same target takes a random name.
     """
     name = temporary_name(path.name)
     first, second = path.with_name(name), path.with_name(f"{name}-{secrets.token_hex(8)}")
@@ -127,7 +128,10 @@ def _begin(path: Path, mode: int) -> tuple[int, Path]:
 
 
 def temporary_name(name: str) -> str:
-    """How an unfinished file is called: by this machine, whose locks say whether its process has ended, and by its target."""
+    """How an unfinished file is called: by this machine and by its target.
+
+    This machine's locks say whether the process that writes it has ended.
+    """
     return f"{TEMPORARY}{digest(platform.node())[:8]}{digest(name)[:8]}"
 
 
@@ -136,7 +140,7 @@ def _create(path: Path, mode: int) -> int:
 
 
 def remove_if_abandoned(path: Path) -> None:
-    """Remove an unfinished file of onepass whose process has ended; where that is not known, it stays."""
+    """Remove an unfinished file of onepass whose process has ended; if in doubt, it stays."""
     if not _UNFINISHED.fullmatch(path.name) or not path.name.startswith(temporary_name("")[:-8]):
         return
     try:
@@ -163,7 +167,10 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _hand_on(before: os.stat_result, handle: int) -> None:
-    """Give a file the owner and mode of the one it replaces. What its group may do is for that group only."""
+    """Give a file the owner and mode of the one it replaces.
+
+    What its group may do is for that group only.
+    """
     mode, now = stat.S_IMODE(before.st_mode), os.fstat(handle)
     if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
         for owner, group in ((before.st_uid, before.st_gid), (-1, before.st_gid)):

@@ -184,12 +184,13 @@ def _snapshot(phase: int, batches: int, fleet: Fleet, learner: Learner, record: 
 
 
 def _restored(saved: Snapshot, feed: Feed, fleet: Fleet, learner: Learner, record: Recorder) -> bool:
-    """Go on from a snapshot, or say why not: one of the right name and hash may still hold anything."""
+    """Go on from a snapshot, or say why not: with the right name and hash it may hold anything."""
     try:
         if not 0 <= saved.phase < feed.phases or not 0 <= saved.batches <= max(-(-n // feed.batch_size) for n in feed.lengths(saved.phase)):
             raise ValueError("the stream has no such place")
         counted = [count for part in ("fleet", "learner") for count in saved.numbers[part].values()]
-        sized = {f"learner.{name}": tensor for name, tensor in learner.state().items() if tensor.numel()}  # others grow
+        # Tensors that are empty before the first task grow with the tasks.
+        sized = {f"learner.{name}": tensor for name, tensor in learner.state().items() if tensor.numel()}
         if any(type(count) is not int or not 0 <= count < 2**31 for count in counted) or not _shapes(sized).items() <= _shapes(saved.tensors).items():
             raise ValueError("its method has other tensors or numbers")
         _restore(saved, fleet, learner, record)

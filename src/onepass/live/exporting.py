@@ -37,7 +37,8 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
     except Exception as reason:  # whatever cannot be copied, or the exporter could not follow
         raise InputError(f"torch.export cannot follow the module ({first_line(reason)}): nothing was written") from reason
     try:
-        with tempfile.TemporaryDirectory(prefix="onepass-") as folder:  # not beside the target, where a kill would leave it
+        # Not beside the target, where a kill would leave it.
+        with tempfile.TemporaryDirectory(prefix="onepass-") as folder:
             temporary = Path(folder) / path.name
             if onnx:
                 torch.onnx.export(program, (), str(temporary), dynamo=True, verbose=False, external_data=False)

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from onepass.errors import InputError, first_line
 from onepass.learners import method
 from onepass.metrics import Record, Summary
 from onepass.report.table import summaries
@@ -140,8 +141,11 @@ def sizes(recipe: Recipe) -> Sizes:
     entry, tasks = stream(recipe.stream), TASKS["ev"]
     classes = getattr(recipe.make_stream_options(), "classes_per_task", None)
     outputs = entry.outputs if classes is None else tasks * classes
-    with torch.device("meta"):
-        network = recipe.setup().model().build(entry.inputs, entry.image, outputs)
+    try:
+        with torch.device("meta"):
+            network = recipe.setup().model().build(entry.inputs, entry.image, outputs)
+    except RuntimeError as reason:
+        raise InputError(f"the network of this study cannot be built ({first_line(reason)}): hidden={recipe.hidden[:5]} is too large") from None
     parameters = sum(p.numel() for p in network.parameters())
     memory = recipe.memory_per_task
     hidden = sum(recipe.hidden) if entry.image is None or recipe.network == "mlp" else _feature_maps(network, entry.image)

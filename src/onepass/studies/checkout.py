@@ -1,4 +1,4 @@
-"""The commit of a checkout of onepass, read without running anything that its repository configures.
+"""The commit of a checkout of onepass, read without running what its repository configures.
 
 A repository may name programs in its configuration (`core.fsmonitor`, filters, hooks), and git runs
 them. So HEAD and references are read here. Git lists the commit's files from a repository of our
@@ -20,7 +20,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def revision(package: Path) -> str | None:
-    """The first 12 digits of the commit, with `+` if files of the package differ from it; None if this is no checkout of onepass."""
+    """The first 12 digits of the commit, with `+` if files of the package differ from it.
+
+    None if this is no checkout of onepass.
+    """
     root = package.parents[1]
     try:
         if package != root / "src" / "onepass" or tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"] != "onepass":
@@ -30,7 +33,7 @@ def revision(package: Path) -> str | None:
         committed = _blobs(shared / "objects", commit)
         present = {path.relative_to(root).as_posix(): path for path in package.rglob("*") if path.is_file() and path.suffix in WATCHED}
         changed = present.keys() - committed.keys() or any(_blob(root / name) != blob for name, blob in committed.items())
-    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):  # no git, or a repository of a kind that is not known here
+    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):  # no git, say
         return None
     return commit[:12] + ("+" if changed else "")
 
@@ -45,7 +48,7 @@ def _git_folders(git: Path) -> tuple[Path, Path]:
 
 def _commit(own: Path, shared: Path) -> str:
     """What HEAD points to."""
-    found, limit = (own / "HEAD").read_text().strip(), 5  # references to references: git follows as many
+    found, limit = (own / "HEAD").read_text().strip(), 5  # git follows as many references
     while not _COMMIT.fullmatch(found) and limit:
         name, limit = found.removeprefix("ref:").strip(), limit - 1
         if not name.startswith("refs/") or ".." in name:

@@ -26,7 +26,7 @@ from onepass.studies.recovery import DamagedError
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"\d{4,}-\d{8,}\.(json|safetensors)")  # of the files; other ones in the folder are not ours
+NAME = re.compile(r"\d{4,}-\d{8,}\.(json|safetensors)")  # other files are not ours
 FORMAT = 1
 KEPT = 2
 SHARE = 0.005  # of a fleet's time may go into checkpoints that nobody asked for
@@ -122,7 +122,7 @@ class Checkpoints:
             raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
         try:
             return Snapshot(about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"])
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:  # its hash is right
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:
             raise RefusedError(f"its tensors cannot be read ({reason})") from None
 
 

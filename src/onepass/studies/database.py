@@ -29,8 +29,8 @@ from onepass.files import (
     remove_if_abandoned,
     resolved,
     temporary_name,
-    write,
 )
+from onepass.studies.guard import Guard
 from onepass.studies.locking import LOCK, held, running
 from onepass.studies.recovery import DamagedError, left, recovered
 
@@ -40,7 +40,7 @@ VERSION = 1
 PROGRESS = ".onepass-progress.json"  # what the driving process says about itself once a second
 ARRAYS = re.compile(r"[0-9a-f]{32}\.safetensors")
 FLEET = re.compile(r"[0-9a-f]{16}")
-LARGEST_VALUE = 2**24  # bytes of one value in a row: a recipe has thousands, a traceback tens of thousands
+LARGEST_VALUE = 2**24  # bytes of one value in a row: a recipe has thousands
 CREATION = 2.0  # seconds that a reader waits for a study that is just being created
 
 TABLES = {
@@ -51,49 +51,6 @@ TABLES = {
 
 # How a store of version n becomes one of version n + 1: a function of a connection, inside a transaction.
 MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {}
-
-
-class Guard:
-    """Notices what other processes do to the file of a study while this one writes to it."""
-
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self._path, self._connection, self._identity = path, connection, path.stat()
-        self._version = self._data_version()
-        self._saved_as: Path | None = None
-
-    def _data_version(self) -> int:
-        """Changes when another connection has changed the file."""
-        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
-
-    def _is_there(self) -> bool:
-        with suppress(OSError):
-            return os.path.samestat(self._identity, self._path.stat())
-        return False
-
-    def begin(self) -> None:
-        """Begin a transaction, in which no other process has changed anything since the study was opened."""
-        if not self._is_there():
-            self._connection.execute("PRAGMA journal_mode = MEMORY")  # a journal would be taken for one of the file that is there now
-        self._connection.execute("BEGIN IMMEDIATE")
-        if self._data_version() != self._version:
-            raise InputError(
-                f"another process has written to the study in {self._path.parent}, so this one stops and changes nothing more:"
-                " let one process at a time work on it, and give the same command again"
-            )
-
-    def check(self) -> None:
-        """Raise if the file was removed or replaced, with its contents saved."""
-        if self._is_there():
-            return
-        if self._saved_as is None:
-            self._saved_as = self._path.with_name(f"{FILE}.kept") if self._path.exists() else self._path
-        try:
-            write(self._saved_as, self._connection.serialize())
-            what = f"all that is finished was saved as {self._saved_as}"
-        except (StorageError, sqlite3.Error):
-            what = "what was finished could not be saved"
-        go_on = "give the same command again to go on" if self._saved_as == self._path else "look which of the two files you want to go on with"
-        raise InputError(f"{self._path} was removed or replaced while the study ran; {what}: {go_on}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +91,10 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
 
 @contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to look at a study with; nothing is changed, and another process may be writing at the same time."""
+    """A connection to look at a study with, while another process may be writing.
+
+    Nothing is changed.
+    """
     path = resolved(folder / FILE)
     _wait_for_creation(path, folder)
     with ExitStack() as stack:
@@ -160,9 +120,10 @@ def _wait_for_creation(path: Path, folder: Path) -> None:
 
 
 def _connect_to_read(path: Path, alone: bool) -> sqlite3.Connection:
-    """Where nothing is written and the file is of an older version, or its file system cannot lock, it is read as it is.
+    """A connection that makes no files, since a folder may be read-only.
 
-    With its write-ahead log, SQLite would make files beside it, which is not possible in a folder that is read-only.
+    A file of an older version has a write-ahead log, for which SQLite makes files. So it is read as
+    it is where no process writes; and so is one whose file system cannot lock.
     """
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with path.open("rb") as file:
@@ -287,7 +248,7 @@ def _name(temporary: Path, path: Path) -> None:
     """Give a file its name, which no other file may have."""
     try:
         os.link(temporary, path)
-    except (FileExistsError, FileNotFoundError):  # it was quicker, and removed what is not its own, since locks do not reach it
+    except (FileExistsError, FileNotFoundError):  # it was quicker, on a machine that sees no locks
         raise InputError(f"another process is working on the study in {path.parent}: wait for it, or choose another folder") from None
     except OSError:  # a file system without hard links
         os.rename(temporary, path)
@@ -299,7 +260,10 @@ def definition(table: str) -> str:
 
 
 def _begin_writing(connection: sqlite3.Connection) -> None:
-    """Bring a store up to date. With a rollback journal, a study is one file whenever nothing is being written."""
+    """Bring a store up to date.
+
+    With a rollback journal, a study is one file whenever nothing is being written.
+    """
     version = _check(connection)
     if version == 0:
         raise DamagedError("it is empty")
@@ -342,7 +306,7 @@ def _check(connection: sqlite3.Connection) -> int:
     if version > VERSION:
         raise InputError(f"this study was written by a newer onepass (version {version} of the store, this one knows {VERSION}): update onepass")
     for name, made in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
-        if name not in TABLES or made != definition(name):  # a view or a trigger could do anything, for ever
+        if name not in TABLES or made != definition(name):  # a view could compute for ever
             raise DamagedError(f"its '{name}' is no table of a study")
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":

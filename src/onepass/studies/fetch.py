@@ -171,7 +171,7 @@ def _staging(target: Path) -> Iterator[str]:
 
 
 def _publish(folder: str, target: Path) -> None:
-    """Give what was fetched its place: at once where nothing is there yet, else file by file beside what is there.
+    """Give what was fetched its place: at once where nothing is there yet, else file by file.
 
     A data set is found only when all its files are there. Nothing that is there is replaced.
     """

@@ -2,7 +2,7 @@
 
 It holds two locks: on the file `lock`, as every version of onepass does, and on the folder itself,
 which stays when that file is removed. The system takes both back when the process ends, however it
-ends. Where locks do not reach other machines, `Guard` in `database.py` notices what they write.
+ends. Where locks do not reach other machines, `Guard` notices what they write.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onepass.errors import InputError
 from onepass.files import cannot_write
 
 LOCK = "lock"
-PATIENCE = 1.0  # seconds: a process that only asks whether another one is writing holds a lock for a moment, too
+PATIENCE = 1.0  # seconds: a process that only asks whether another one is writing locks, too
 
 
 @contextmanager

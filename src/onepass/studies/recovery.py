@@ -1,4 +1,4 @@
-"""What a killed process left beside the file of a study: SQLite's write-ahead log or its rollback journal.
+"""What a killed process left beside the file of a study: a write-ahead log or a rollback journal.
 
 SQLite applies either to whatever file it finds there, even to one that was copied there later. That
 would hide or destroy results, so it is tried out on a copy first.
@@ -13,10 +13,10 @@ from contextlib import closing
 from pathlib import Path
 
 LOG, JOURNAL = "-wal", "-journal"  # of older versions, and of this one
-_MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names further files, which SQLite would remove
+_MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names files to remove
 _COUNTER = slice(24, 28)  # in the header: how many transactions changed the file
 
-Results = Callable[[sqlite3.Connection], set[tuple[str, str]]]  # unit and arrays of every record; raises for a damaged store
+Results = Callable[[sqlite3.Connection], set[tuple[str, str]]]  # of every record
 
 
 class DamagedError(Exception):
@@ -29,7 +29,7 @@ def left(path: Path) -> list[Path]:
 
 
 def recovered(path: Path, folder: Path, results: Results) -> Path:
-    """A copy of the file in another folder with what was left applied to it; raises where that does not belong to it."""
+    """A copy of the file with what was left applied to it; raises where that is not the file's own."""
     copy = folder / path.name
     shutil.copyfile(path, copy)
     for beside in left(path):

@@ -27,7 +27,7 @@ MOST_ROWS = 1_000_000  # that are looked for one by one
 
 @dataclass(frozen=True)
 class Rescued:
-    """How many results were taken over and how many units are still to do; what was lost, and why."""
+    """How many results were taken over, how many units are still to do, and what was lost."""
 
     results: int
     to_do: int
@@ -35,7 +35,7 @@ class Rescued:
 
 
 def rescue(folder: Path, into: Path) -> Rescued:
-    """Copy every row and every file of arrays that is sound into a new study; the damaged one stays as it is."""
+    """Copy every sound row and file of arrays into a new study; the damaged one stays as it is."""
     if (into / FILE).exists():
         raise InputError(f"there is a study in {into} already: choose a folder without one")
     if not (folder / FILE).is_file():
@@ -59,7 +59,7 @@ def rescue(folder: Path, into: Path) -> Rescued:
 
 
 def _recipe(folder: Path, study: dict[str, Any]) -> Recipe:
-    """The recipe of a study of which at least that row is sound; what else it knows of itself is left out where it is not."""
+    """The recipe of a study, if that row is sound; a packing that is not is left out."""
     for extra in ({"packing": study.get("packing", {})}, {}):
         try:
             schema.check(schema.Study, "its recipe", {"recipe": study.get("recipe"), "counts": {"units": 0, "records": 0}, **extra})
@@ -83,7 +83,10 @@ def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
 
 
 def _sound_rows(folder: Path, lost: list[str]) -> tuple[dict[str, Any], dict[str, Entry], dict[str, Stored]]:
-    """From the file, and from the file with what a killed process left beside it: results are never taken back, so both count."""
+    """From the file, and from the file with the log beside it.
+
+    Results are never taken back, so both count.
+    """
     study: dict[str, Any] = {}
     entries: dict[str, Entry] = {}
     records: dict[str, Stored] = {}

@@ -29,7 +29,8 @@ from safetensors import SafetensorError
 from onepass.files import cannot_write, canonical, digest, write
 from onepass.metrics import Record
 from onepass.studies import schema
-from onepass.studies.database import FILE, TABLES, Guard, damaged, ordered, put, reading, refusing, rows, writing
+from onepass.studies.database import FILE, TABLES, damaged, ordered, put, reading, refusing, rows, writing
+from onepass.studies.guard import Guard
 from onepass.studies.recovery import DamagedError
 
 LARGEST_ARRAYS = 2**28  # bytes: 256 runs of 17 tasks have two millions
@@ -162,7 +163,7 @@ class Store:
         arrays = self._arrays_of(stored.arrays)
         mine = {key.removeprefix(f"{unit}/"): value for key, value in arrays.items() if key.startswith(f"{unit}/")}
         try:
-            tasks = _check_arrays(mine, stored)
+            tasks = schema.tasks_of(mine, None if stored.diverged else stored.violations)
             if self._tasks.setdefault(entry.unit.part, tasks) != tasks:
                 raise DamagedError("other records of the study have another number of tasks")
         except DamagedError as reason:
@@ -318,7 +319,10 @@ class Store:
 
     @contextmanager
     def _change(self) -> Iterator[Contents]:
-        """One transaction; the contents in memory change only if it succeeds. Rows are counted in the database."""
+        """One transaction; the contents in memory change only if it succeeds.
+
+        Rows are counted in the database.
+        """
         if self._guard is None:
             raise TypeError("this store is open for reading")
         changed = Contents(dict(self.contents.study), dict(self.contents.entries), dict(self.contents.records))
@@ -383,27 +387,3 @@ def _arrays_name(content: bytes) -> str:
 
 def _next_fleet(contents: Contents) -> int:
     return 1 + max((entry.fleet for entry in contents.entries.values()), default=-1)
-
-
-def _check_arrays(found: Mapping[str, NDArray[Any]], stored: Stored) -> int:
-    """The number of tasks in the arrays of a record; raises unless they are what a run leaves."""
-    for name in ("accuracy", "initial", "curve"):
-        if name not in found:
-            raise DamagedError(f"its '{name}' is missing")
-    phases, tasks = found["accuracy"].shape if found["accuracy"].ndim == 2 else (0, 0)
-    if not 0 < tasks <= schema.TASKS or phases not in (1, tasks):
-        raise DamagedError(f"its 'accuracy' has the shape {found['accuracy'].shape}")
-    shapes = {"accuracy": (phases, tasks), "initial": (tasks,), "memory_accuracy": (tasks, tasks)}
-    for name, array in found.items():
-        if name in shapes and array.shape != shapes[name]:
-            raise DamagedError(f"its '{name}' has the shape {array.shape}, not {shapes[name]}")
-        if name in ("curve", *shapes) and (array.dtype != np.float64 or not ((array >= 0) & (array <= 1) | np.isnan(array)).all()):
-            raise DamagedError(f"its '{name}' has values that are no accuracies")
-    if found["curve"].ndim != 2 or len(found["curve"]) not in (0, tasks) or (found["curve"].size and found["curve"].shape[1] < 1):
-        raise DamagedError(f"its 'curve' has the shape {found['curve'].shape}")
-    grown = found.get("state_by_task", np.zeros(1, np.int64))
-    if grown.ndim != 1 or not len(grown) or len(grown) > schema.TASKS or grown.dtype != np.int64 or grown.min() < 0:
-        raise DamagedError("its 'state_by_task' are no sizes")
-    if not stored.diverged and stored.violations is not None and len(stored.violations) != phases:
-        raise DamagedError(f"it has violations of {len(stored.violations)} tasks, not of {phases}")
-    return int(tasks)

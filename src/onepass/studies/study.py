@@ -109,7 +109,7 @@ def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer
     study.go()
     found = {name: result(recipe, name, store) for name in recipe.methods}
     if all(method_result.finished for method_result in found.values()):
-        checkpoint.discard_all(store.folder / "checkpoints")  # also of fleets that another study has finished
+        checkpoint.discard_all(store.folder / "checkpoints")  # also of fleets that a merge finished
     return found
 
 
@@ -263,7 +263,7 @@ class _Study:
         left = ATTEMPTS - self._failures[job.name]
         self.observer.trouble(job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
         if left == 1:
-            self._discard_checkpoints(job)  # it may be from there that it fails: the last attempt begins anew
+            self._discard_checkpoints(job)  # it may fail because of them: the last attempt begins anew
         if left:
             self._submit(job.method, job.part, list(job.units))
         else:

@@ -1,0 +1,55 @@
+"""What other processes do to the file of a study while this one writes to it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+
+from onepass.errors import InputError
+from onepass.files import StorageError, write
+
+
+class Guard:
+    """Notices what other processes do to the file of a study while this one writes to it."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self._path, self._connection, self._identity = path, connection, path.stat()
+        self._version = self._data_version()
+        self._saved_as: Path | None = None
+
+    def _data_version(self) -> int:
+        """Changes when another connection has changed the file."""
+        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+
+    def _is_there(self) -> bool:
+        with suppress(OSError):
+            return os.path.samestat(self._identity, self._path.stat())
+        return False
+
+    def begin(self) -> None:
+        """Begin a transaction, or raise if another process has changed the study since it was opened."""
+        if not self._is_there():
+            # A journal would be taken for one of the file that is there now.
+            self._connection.execute("PRAGMA journal_mode = MEMORY")
+        self._connection.execute("BEGIN IMMEDIATE")
+        if self._data_version() != self._version:
+            raise InputError(
+                f"another process has written to the study in {self._path.parent}, so this one stops and changes nothing more:"
+                " let one process at a time work on it, and give the same command again"
+            )
+
+    def check(self) -> None:
+        """Raise if the file was removed or replaced, with its contents saved."""
+        if self._is_there():
+            return
+        if self._saved_as is None:
+            self._saved_as = self._path.with_name(f"{self._path.name}.kept") if self._path.exists() else self._path
+        try:
+            write(self._saved_as, self._connection.serialize())
+            what = f"all that is finished was saved as {self._saved_as}"
+        except (StorageError, sqlite3.Error):
+            what = "what was finished could not be saved"
+        go_on = "give the same command again to go on" if self._saved_as == self._path else "look which of the two files you want to go on with"
+        raise InputError(f"{self._path} was removed or replaced while the study ran; {what}: {go_on}")
