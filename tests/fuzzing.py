@@ -1,4 +1,4 @@
-"""Damaged and hostile versions of a file, and a place to read them in that ends whoever takes too much memory or time."""
+"""Damaged versions of a file, and a process of limited memory and time to read them in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1
 
 
 def mutations(content: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """`count` versions of a file, each with one to four damages; the same ones for the same seed."""
+    """`count` versions of a file with one to four damages each; the same ones for the same seed."""
     draw = random.Random(f"{seed} {len(content)}")
     for _ in range(count):
         made = bytearray(content)
@@ -81,7 +81,10 @@ class TooSlowError(BaseException):
 
 @contextmanager
 def limited(seconds: int = SECONDS) -> Iterator[None]:
-    """Stop what takes longer. What cannot be stopped, since it is inside one operation of Python, ends with its process soon after."""
+    """Stop what takes longer.
+
+    What is inside a single operation of Python cannot be stopped: its process is ended soon after.
+    """
 
     def stop(*_: object) -> None:
         raise TooSlowError(f"more than {seconds} s")
@@ -99,7 +102,7 @@ def limited(seconds: int = SECONDS) -> Iterator[None]:
 
 
 def limit_memory(more: int = MEMORY) -> None:
-    """Let this process have so many bytes more than it has now. For a process of its own: there is no way back."""
+    """Let this process have `more` bytes than it has now. There is no way back."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more,) * 2)
 
@@ -121,7 +124,10 @@ def outcome(read: Callable[[], Any], refusal: type[Exception], seconds: int = SE
 
 
 def in_a_process(work: Callable[[], Iterable[str]], more: int = MEMORY) -> list[str]:
-    """What `work` says, one line per input, in a forked process of limited memory; one line more if it was ended."""
+    """What `work` says, one line per input, in a forked process of limited memory.
+
+    There is one line more if the process was ended.
+    """
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"  # its state is to follow
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"  # its state follows
 BYTES = b"cnumpy\ndtype\n\x8c\x02u1\x89\x88\x87R"
 
 
@@ -18,7 +18,7 @@ def array(shape: bytes, raw: bytes = b"C\x00") -> bytes:
 
 
 def nest(times: int, kind: bytes, width: int = 10) -> bytes:
-    """A value that holds `width` times one value, which holds `width` times one value, and so on."""
+    """A value that holds another one `width` times, which holds another one `width` times, …"""
     opening, closing = {b"list": (b"](", b"e"), b"tuple": (b"(", b"t")}[kind]
     made = b"K\x01r" + struct.pack("<I", 0)
     for level in range(times):

@@ -287,3 +287,11 @@ def test_images_without_pillow_are_refused_with_a_sentence(tmp_path: Path, made_
     write_images(tmp_path, made_up)
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert "install it with 'pip install onepass[images]'" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_names_of_images_may_be_of_any_letters(protocol: int, tmp_path: Path, made_up: Content) -> None:
+    names = ["plain.png", "größe.png", "back\\slash.png", "図.png", "long" * 500]
+    for part, (planes, labels) in made_up.items():
+        write(tmp_path, {part: pickle.dumps({"filenames": names, "data": planes, "fine_labels": labels}, protocol)})
+    assert_holds(tmp_path, made_up)

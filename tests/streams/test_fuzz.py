@@ -1,4 +1,7 @@
-"""Every reader with damaged files: a sentence, or data of the right shape; little memory, little time, and nothing is written."""
+"""Every reader with damaged files: a sentence, or data of the right shape.
+
+Each takes little memory and little time, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ PROTOCOLS = (None, 0, 1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Reader:
-    """A folder's files, the one that is harmed, how that is packed again after the harm, and how the folder is read."""
+    """A folder's files, the one that is harmed, how it is packed afterwards, and how it is read."""
 
     files: dict[str, bytes]
     harmed: str

@@ -15,7 +15,7 @@ class DamagedError(ValueError):
 
 
 class _Bounded(GzipFile):
-    """Stops before more than `most` bytes are unpacked: a header may ask for more than there is memory."""
+    """Stops before more than `most` bytes are unpacked: a header may ask for any number."""
 
     most: int
 
@@ -33,13 +33,15 @@ class _Bounded(GzipFile):
 
 
 def members(path: Path, names: Collection[str], most: int) -> Iterator[tuple[str, bytes]]:
-    """The plain files of these names, in the order of the archive, of which at most `most` bytes are unpacked."""
+    """The plain files of these names, in the order of the archive. At most `most` bytes are unpacked."""
     try:
         with _Bounded(path) as packed:
             packed.most = most
             with tarfile.open(fileobj=packed, mode="r:") as archive:
-                for member in archive:  # as they come: to look for one by name is to decompress everything once more
-                    file = archive.extractfile(member) if member.name in names and member.isreg() else None  # a link may lead in a circle
+                # As they come: to look for one by name is to decompress everything once more.
+                # Plain files only: a link may lead in a circle.
+                for member in archive:
+                    file = archive.extractfile(member) if member.name in names and member.isreg() else None
                     if file is not None:
                         yield member.name, file.read()
     except DamagedError:

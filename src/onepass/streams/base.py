@@ -182,7 +182,8 @@ class SplitStream(Stream):
             if count is None:
                 continue
             sizes = torch.bincount(classes, minlength=self.classes)
-            always = int(sizes[first:end].sort().values[: self.classes_per_task].sum())  # for any order of the classes
+            # However a seed orders the classes, a task has at least the smallest ones.
+            always = int(sizes[first:end].sort().values[: self.classes_per_task].sum())
             for seed in seeds if count > always else ():
                 fewest = int(sizes[self.order(part, seed)].view(-1, self.classes_per_task).sum(1).min())
                 if count > fewest:

@@ -66,14 +66,18 @@ def missing(folder: Path) -> list[str]:
     """The part that a folder lacks although it has the other one."""
     for source in _sources(folder):
         lacking = source.missing()
+        # Other data sets have folders of the names train and test too.
         others = source.form == "images" and len(_folders_in(source.path / "train") or _folders_in(source.path / "test")) != CLASSES
-        if len(lacking) == 1 and not source.is_archive and not others:  # other data sets have folders of these names too
+        if len(lacking) == 1 and not source.is_archive and not others:
             return lacking
     return []
 
 
 def _sources(folder: Path) -> Iterator[Source]:
-    """Where to look, in this order: images last, since they take longest, and other data sets have such folders."""
+    """Where to look, in this order.
+
+    Images come last: they take longest, and other data sets have such folders.
+    """
     for place in (folder / "cifar100", folder):
         yield from (Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place))
         yield from (Source(place / f"cifar-100-{form}.tar.gz", form) for form in SUFFIX)
@@ -139,12 +143,15 @@ def _archived(source: Source) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _most_bytes(part: str) -> int:
-    """More than any form of a part takes: text of bytes takes one and a half times their room, and an image has a name and labels."""
+    """More than any form of a part takes.
+
+    Bytes written as text take one and a half times their room, and an image has a name and labels.
+    """
     return CLASSES * EACH[part] * (2 * 3 * PIXELS + 256) + 2**16
 
 
 def _check_size(size: int, part: str, form: Form, where: str) -> None:
-    """Raise before anything is read if a file is too large, or if a binary one has not the one size that there is."""
+    """Raise before anything is read if a file is too large; a binary one has exactly one size."""
     count, record = CLASSES * EACH[part], 2 + 3 * PIXELS
     if form == "binary" and size != count * record:
         raise InputError(f"{where} has {size} bytes, and CIFAR-100 has {count} records of {record} there: {ANEW}")

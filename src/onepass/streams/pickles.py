@@ -1,7 +1,8 @@
 """Reading the pickles of CIFAR-100 without running them, in memory and time that the caller bounds.
 
-A pickle is a program, and Python's own reader runs it: a few hundred bytes can ask for gigabytes. This reader knows only what numbers, text,
-lists, dictionaries and arrays of bytes are pickled with, from Python 2 to today. Calls are written down and never made.
+A pickle is a program, and Python's own reader runs it: a few hundred bytes can ask for gigabytes.
+This reader knows only the operations for numbers, text, lists, dictionaries and arrays of bytes,
+from Python 2 to today. Calls are written down and never made.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ForeignNameError(ValueError):
 
 @dataclass(eq=False)
 class Named:
-    """What a pickle says about an object: the name it is made by, what it is made with, and its state. Nothing is done with it."""
+    """What a pickle says about an object: the name it is made by, its arguments and its state."""
 
     name: str
     arguments: tuple[Any, ...] | None = None
@@ -46,20 +47,22 @@ class Named:
 
 @dataclass(eq=False)
 class Text:
-    """Text as it lies in the file, where it is long or of signs that may take four bytes each."""
+    """Text that is not decoded yet: it is long, or may take four bytes per character."""
 
     raw: memoryview
     encoding: str
 
     def latin1(self) -> bytearray:
         decoder, made = codecs.getincrementaldecoder(self.encoding)(), bytearray()
-        for start in range(0, len(self.raw), PIECE):  # one wide sign makes every other one of a piece as wide
+        # In pieces: one wide character makes all others of its text as wide.
+        for start in range(0, len(self.raw), PIECE):
             made += decoder.decode(self.raw[start : start + PIECE]).encode("latin1")
-        return made + decoder.decode(b"", final=True).encode("latin1")
+        made += decoder.decode(b"", final=True).encode("latin1")
+        return made
 
 
 def load(content: bytes, most: int) -> Any:
-    """The value of a pickle of at most so many operations. A `ValueError` says why a file is refused."""
+    """The value of a pickle of at most `most` operations. A `ValueError` says why it is refused."""
     try:
         return _Reader(content).run(most)
     except (IndexError, struct.error):  # also of a length that points behind the end
@@ -67,7 +70,7 @@ def load(content: bytes, most: int) -> Any:
 
 
 def array_of_bytes(made: Any) -> NDArray[np.uint8] | None:
-    """The array that a value of a pickle describes; None if it does not describe an array of bytes."""
+    """The array that a value of a pickle describes; None if that is not an array of bytes."""
     match made:
         case Named(name="_reconstruct", state=(_, shape, Named(name="dtype", arguments=("u1" | b"u1", *_)), columns_first, raw)):
             order: Literal["C", "F"] = "F" if columns_first is True or columns_first == 1 else "C"
@@ -86,7 +89,10 @@ def array_of_bytes(made: Any) -> NDArray[np.uint8] | None:
 
 
 class _Reader:
-    """A stack, a memo and a place in the file. Whatever lies behind its end is noticed by the next operation, which is not there."""
+    """A stack, a memo and a file.
+
+    A length that points behind the end of the file is noticed by the next operation: it is missing.
+    """
 
     def __init__(self, content: bytes) -> None:
         self.content, self.view = content, memoryview(content)
@@ -114,10 +120,13 @@ class _Reader:
                 stack.extend(content[at : numbers.end() : 2])
                 most -= (numbers.end() - at) // 2
                 at = numbers.end()
-            elif code == 0x8C:  # SHORT_BINUNICODE
-                at = self._push_text(at + 1, at + 1 + content[at], "utf-8")
             elif code == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
+            elif code == 0x8C:  # SHORT_BINUNICODE
+                end = at + 1 + content[at]
+                raw = content[at + 1 : end]
+                stack.append(raw.decode("ascii") if raw.isascii() else Text(self.view[at + 1 : end], "utf-8"))
+                at = end
             elif code == 0x2E:  # STOP
                 return stack.pop()
             elif code in OPERATIONS:
@@ -208,7 +217,7 @@ class _Reader:
         return taken
 
     def make(self, kind: Callable[[list[Any]], Any], count: int | None = None) -> None:
-        """A tuple, list or dictionary of the last `count` values, or of those above the last mark."""
+        """A tuple, list or dictionary of the last `count` values, or of all above the last mark."""
         taken = self.above_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
         self.stack.append(kind(taken))
 
@@ -251,7 +260,7 @@ class _Reader:
 
 
 def _dictionary(taken: list[Any]) -> dict[str | bytes, Any]:
-    if not all(isinstance(key, str | bytes) for key in taken[::2]):  # a nest of tuples takes for ever to hash
+    if not all(isinstance(key, str | bytes) for key in taken[::2]):  # nested tuples may hash for hours
         raise ValueError("it has a dictionary with a key that is no text")
     return dict(zip(taken[::2], taken[1::2], strict=True))
 

@@ -1,4 +1,7 @@
-"""Checking a PNG image before it is decoded: pillow takes missing rows for black and clips numbers of 16 bits, without a word."""
+"""Checking a PNG image before it is decoded.
+
+Without a word, pillow takes missing rows for black and clips grey values of 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,27 @@ import zlib
 from dataclasses import dataclass
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type: grey, colour, palette, grey and alpha, colour and alpha
+# By colour type: grey, colour, palette, grey and alpha, colour and alpha.
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+# The passes of an image: the first column and row, and the steps between them.
 WHOLE = ((0, 0, 1, 1),)
-ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))  # x, y and their steps
+ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 
 @dataclass(frozen=True)
 class Png:
-    """An image without anything but its pixels (no text, no animation), the number of colours in its palette, and its compressed rows."""
+    """An image of nothing but its pixels: no text, no animation. `colours` are those of its palette."""
 
     content: bytes
     colours: int
-    packed: bytes
-    unpacked: int  # bytes that the rows have to have
+    packed: bytes  # its rows
+    unpacked: int  # bytes that the rows must have
 
     def check_rows(self) -> None:
-        """Raise if rows are missing. A decoded image whose last row is not black needs no such check: rows come in order."""
+        """Raise if rows are missing.
+
+        Rows are decoded in order, so an image whose last row is not black needs no such check.
+        """
         unpacking = zlib.decompressobj()
         found = len(unpacking.decompress(self.packed, self.unpacked + 1))
         if found != self.unpacked or not unpacking.eof:

@@ -28,7 +28,7 @@ class DataSet:
     title: str
     files: str  # what has to be in a folder
     find: Callable[[Path], object | None]
-    missing: Callable[[Path], list[str]]  # what a folder lacks although it has the rest; empty if it has nothing
+    missing: Callable[[Path], list[str]]  # what a folder lacks of it that has another part
     check: Callable[[Path], object]
     mirrors: tuple[tuple[str, Mapping[str, str]], ...]  # addresses, and what is there by MD5; any one of them is enough
     on_npm: bool = False
@@ -86,7 +86,10 @@ def locate(data_set: str, data: str | None) -> str:
 
 
 def _is_in(given: str, wanted: DataSet, source: str) -> bool:
-    """Whether a folder has a data set. One that has some of it is refused: other files than those in it would be used without a word."""
+    """Whether a folder has a data set.
+
+    One that has a part of it is refused: other files would be used without a word.
+    """
     folder, instead = Path(given), "name a folder that holds the data sets, or leave it out"
     try:
         if not folder.is_dir():

@@ -16,9 +16,10 @@ LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
 
 
 def read_options(kind: type, values: dict[str, Any], strict: bool = True) -> Any:
-    """Options of a stream or a method; a whole number among them counts something, so it is at least 1, and no number is negative.
+    """Options of a stream or a method.
 
-    What is `strict` takes no value of one type for another: `true` is not 1, and 3.0 is not 3.
+    A whole number among them counts something, so it is at least 1, and no number is negative.
+    With `strict` no value of one type is taken for another: `true` is not 1, and 3.0 is not 3.
     """
     types, given = get_type_hints(kind), {}
     for key, value in values.items():
@@ -41,7 +42,10 @@ def read_options(kind: type, values: dict[str, Any], strict: bool = True) -> Any
 
 
 def with_types(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored recipe with options of the types they have today: earlier versions took `true` for 1, and stored `true`."""
+    """A stored recipe with options of the types they have today.
+
+    Earlier versions took `true` for 1, and stored `true`.
+    """
 
     def typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
         made = read_options(kind, values, strict=False)
