@@ -8,8 +8,12 @@ import sys
 def main() -> None:
     try:
         from onepass import cli  # takes a second or two: torch
+        from onepass.interrupts import end
 
-        cli.main()
+        try:
+            cli.main()
+        except SystemExit as stop:
+            end(stop.code)
     except KeyboardInterrupt:
         sys.exit(130)
 

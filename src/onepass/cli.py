@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onepass.errors import InputError
+from onepass.interrupts import TerminatedError, interruptible
 
 if TYPE_CHECKING:
     from onepass.studies.recipe import Recipe
@@ -27,6 +27,8 @@ data_app = typer.Typer(help="Data sets.")
 app.add_typer(data_app, name="data")
 
 screen = Console(stderr=True, markup=False, highlight=False)
+
+MOST = 1024  # processes, and threads of each: more than any machine has, and few enough to be started
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
@@ -60,9 +62,11 @@ def run(
 ) -> None:
     """Run a recipe: choose hyper-parameters on the cross-validation stream, learn the evaluation stream once, print the table."""
     asked = _asked(name, change, methods, seeds, out)
-    for flag, value in {"--workers": workers, "--threads": threads, "--checkpoint-every": checkpoint_every}.items():
+    for flag, value, most in (("--workers", workers, MOST), ("--threads", threads, MOST), ("--checkpoint-every", checkpoint_every, None)):
         if value is not None and value < 1:
             raise InputError(f"{flag} {value} is not possible: use at least 1")
+        if value is not None and most is not None and value > most:
+            raise InputError(f"{flag} {value} is not possible: use at most {most}")
 
     from onepass.report.watch import Watch
     from onepass.streams import stream
@@ -76,9 +80,9 @@ def run(
     folder = None if needed is None else fetch.locate(needed, data)
     study.try_stream(asked, folder)  # before anything is written
     with (
+        interruptible(),
         _folder(out) as place,
         study.opened(place, asked) as (store, recipe),
-        _sigterm_is_like_ctrl_c(),
         Watch(screen, tensorboard, store) as watch,
     ):
         if seeds is not None and seeds < recipe.seeds:
@@ -89,7 +93,7 @@ def run(
                 results = study.run(recipe, store, means, executor, watch)
         except KeyboardInterrupt as stop:
             watch.interrupted(out)
-            raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
+            raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     _print_table(recipe, results, json, None)
     if any(result.failed for result in results.values()):
         screen.print(f"some units failed: see 'onepass status {out}'" if out else "some units failed: give --out DIR to see why", soft_wrap=True)
@@ -110,22 +114,6 @@ def _asked(name: str | None, change: list[str] | None, methods: str | None, seed
     with Store.read(out) as store:
         stored = store.contents.study["recipe"]
     return recipe.load(stored["name"], change, methods, seeds, stored)
-
-
-class _TerminatedError(KeyboardInterrupt):
-    pass
-
-
-@contextmanager
-def _sigterm_is_like_ctrl_c() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -242,12 +230,12 @@ def bench(
     plan = measurements.plan(check_device(device), methods, runs, rounds, tasks, both)
     for target in filter(None, (json, markdown)):
         check_target(target)
-    try:
-        with _sigterm_is_like_ctrl_c():
+    with interruptible():
+        try:
             report = measurements.run(plan, lambda found: screen.print(found, soft_wrap=True))
-    except KeyboardInterrupt as stop:
-        screen.print("interrupted; nothing is kept")
-        raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
+        except KeyboardInterrupt as stop:
+            screen.print("interrupted; nothing is kept")
+            raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     if json is not None:
         files.write_json(json, measurements.document(report))
     if markdown is not None:

@@ -65,9 +65,14 @@ def cost(stream: Stream, recipe: Recipe, name: str) -> int:
     """The work of a method, in examples: what a step costs besides them, and what state costs, are measured equivalents."""
     runs = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
     steps = sum(runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps() for part in PARTS)
+    return steps * cost_of_step(recipe, name)
+
+
+def cost_of_step(recipe: Recipe, name: str) -> int:
+    """The work of one step of one run of a method, in examples."""
     learner = method(name).learner
     examples = recipe.batch_size + learner.examples_a_step(recipe.method_options(name), TASKS["ev"], recipe.memory_per_task)
-    return steps * (STEP + examples + STATE * len(learner.keeps))
+    return STEP + examples + STATE * len(learner.keeps)
 
 
 def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
