@@ -70,7 +70,7 @@ def run(
 
     from onepass.report.watch import Watch
     from onepass.streams import stream
-    from onepass.studies import executors, fetch, study
+    from onepass.studies import cluster, executors, fetch, study
     from onepass.studies.database import check_target
 
     device = study.check_device(device)
@@ -79,6 +79,8 @@ def run(
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
     study.try_stream(asked, folder)  # before anything is written
+    if scheduler is not None:
+        cluster.check_address(scheduler)
     with (
         interruptible(),
         _folder(out) as place,

@@ -174,7 +174,9 @@ def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(tmp_path: P
         replace(written, path)
 
     monkeypatch.setattr(os, "replace", interrupted)
-    monkeypatch.setattr(study, "time", SimpleNamespace(time=itertools.count().__next__, monotonic=time.monotonic))  # a second passes whenever the clock is read
+    monkeypatch.setattr(
+        study, "time", SimpleNamespace(time=itertools.count().__next__, monotonic=time.monotonic)
+    )  # a second passes whenever the clock is read
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, small(), workers=1)
     assert not [path.name for path in tmp_path.iterdir() if "progress" in path.name]
@@ -310,7 +312,6 @@ class Counting(Silent):
     def steps(self, done: int, share: float, left: float | None) -> None:
         self.done.append(done)
         self.shares.append(share)
-
 
 
 @pytest.mark.parametrize("workers", [1, 2])

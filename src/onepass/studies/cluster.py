@@ -65,7 +65,7 @@ class Cluster:
         except ImportError:
             raise InputError("a cluster needs the package distributed: install onepass[cluster]") from None
         self._address, self._threads = scheduler, threads
-        _check_address(scheduler)
+        check_address(scheduler)
         try:
             self._client = within(CONNECT, lambda: Client(scheduler, timeout=10, set_as_default=False))
             there = within(CONNECT, self._client.nthreads)
@@ -194,7 +194,7 @@ def _time(seconds: float) -> str:
     return f"{seconds / 3600:g} hours" if seconds >= 7200 else f"{seconds / 60:g} minutes" if seconds >= 120 else f"{seconds:g} seconds"
 
 
-def _check_address(scheduler: str) -> None:
+def check_address(scheduler: str) -> None:
     """Something must listen there; Dask itself is wordy about it."""
     found = re.fullmatch(r"tcp://(?:\[(?P<six>[^]]+)\]|(?P<four>[^:/]+)):(?P<port>\d{1,5})", scheduler)
     if found is None:

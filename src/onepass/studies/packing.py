@@ -80,7 +80,9 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
     kind = torch.device(device).type
     there = _memory(kind)
     try:
-        needed = bytes_a_row(stream, recipe, name, part)
+        needed = least_bytes(stream, recipe, name, part)
+        if needed <= there:  # only then is it built
+            needed = bytes_a_row(stream, recipe, name, part)
     except (MemoryError, RuntimeError):
         needed = there + 1
     if needed > there:
@@ -89,6 +91,16 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
             " leave it out by --methods, make the model or the batches smaller, or use another machine"
         )
     return max(1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed))
+
+
+def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
+    """Memory that a run takes at the very least, without taking it: parameters, three gradients of their size, and its memory."""
+    pool = stream.pool
+    with torch.device("meta"):
+        parameters = sum(parameter.nbytes for parameter in recipe.setup().model().build(pool.x.shape[1], pool.shape, 1).parameters())
+    example = pool.x[0].nbytes + 2 * 8  # and its class and task
+    kept = TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs_memory else 0
+    return 4 * parameters + kept
 
 
 def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
