@@ -19,9 +19,9 @@ from onepass.studies.store import Store
 class Started:
     """The command line in a process group of its own, as a terminal would start it."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, program: str | None = None) -> None:
         self._log = folder / "stderr"
-        command = [str(Path(sys.executable).with_name("onepass")), *arguments]
+        command = [program or str(Path(sys.executable).with_name("onepass")), *arguments]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -162,3 +162,86 @@ def test_an_interrupt_that_comes_while_a_future_is_locked_ends_the_command(worke
     told = subprocess.run([sys.executable, "-c", BETWEEN, str(workers)], capture_output=True, text=True, timeout=60)
     assert told.returncode == 130
     assert told.stderr.endswith("interrupted; without --out nothing is kept\n")
+
+
+def stop_helpers(command: Started, which: str) -> list[int]:
+    """Stop (as SIGSTOP does) the worker processes of a command, or all of Python's helpers with them."""
+    command.wait_until(lambda: len(command.processes()) == 5)
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in command.processes()}
+    chosen = [pid for pid, parent in parents.items() if pid != command.pid and (which == "all" or parent != command.pid)]
+    for pid in chosen:
+        os.kill(pid, signal.SIGSTOP)
+    return chosen
+
+
+@pytest.mark.parametrize(("which", "kind"), [("workers", signal.SIGINT), ("all", signal.SIGTERM)])
+def test_stopped_processes_do_not_hold_up_an_interrupt(which: str, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start(*LONG.split(), "--workers", "2", "--out", str(tmp_path / "out"))
+    stopped = stop_helpers(command, which)
+    assert len(stopped) == (2 if which == "workers" else 4)
+    if which == "workers":
+        command.wait_until(lambda: "stopped worker processes" in command.printed)
+    began = time.monotonic()
+    assert command.end(kind) == (130 if kind == signal.SIGINT else 143)
+    assert time.monotonic() - began < 15
+    assert command.printed.splitlines()[-1].startswith("interrupted; ")
+    assert "Traceback" not in command.printed
+    command.wait_until(lambda: not command.processes())
+
+
+HANGING = """
+import ctypes, sys, time
+from onepass.__main__ import main
+from onepass.studies import executors, study
+
+where, grace = sys.argv[1:]
+executors.SOON, executors.GRACE = 0.2, float(grace)
+
+def in_a_step(*_):
+    print("hanging", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
+def in_the_main_thread(*_, **__):
+    print("hanging", file=sys.stderr, flush=True)
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time for ever, and no signal ends that
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+if where == "step":
+    executors.work = in_a_step
+else:
+    study.wait = in_the_main_thread
+sys.argv = ["onepass", *"run quickstart --methods van --workers 1".split()]
+main()
+"""
+
+
+def hanging(where: str, grace: float, folder: Path) -> Started:
+    return Started(folder, "-c", HANGING, where, str(grace), program=sys.executable)
+
+
+@pytest.mark.parametrize(("where", "second", "code"), [("step", signal.SIGINT, 130), ("main thread", signal.SIGTERM, 143)])
+def test_a_second_interrupt_ends_the_command_whatever_hangs(where: str, second: signal.Signals, code: int, tmp_path: Path) -> None:
+    command = hanging(where, 3600, tmp_path)
+    try:
+        command.wait_until(lambda: "hanging" in command.printed)
+        os.kill(command.pid, signal.SIGINT)
+        if where == "step":
+            command.wait_until(lambda: "a second interrupt ends the command at once" in command.printed)
+        time.sleep(0.5)
+        began = time.monotonic()
+        assert command.end(second) == code
+        assert time.monotonic() - began < 10
+    finally:
+        command.clean_up()
+
+
+def test_one_signal_that_comes_twice_at_once_is_one_interrupt_and_leaves_a_step_that_hangs_behind(tmp_path: Path) -> None:
+    command = hanging("step", 0.5, tmp_path)
+    try:
+        command.wait_until(lambda: "hanging" in command.printed)
+        os.kill(command.pid, signal.SIGTERM)  # as `timeout` does
+        assert command.end(signal.SIGTERM) == 143
+        assert command.printed.endswith("interrupted; without --out nothing is kept\n")
+    finally:
+        command.clean_up()

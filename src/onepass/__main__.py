@@ -11,8 +11,12 @@ def main() -> None:
     open_closed_streams()
     try:
         from onepass import cli  # takes a second or two: torch
+        from onepass.stopping import end
 
-        cli.main()
+        try:
+            cli.main()
+        except SystemExit as stop:
+            end(stop.code)
     except KeyboardInterrupt:
         sys.exit(130)
 

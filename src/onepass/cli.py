@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from onepass import output
 from onepass.errors import InputError, first_line, one_line, shortened
+from onepass.stopping import TerminatedError, interruptible
 
 if TYPE_CHECKING:
     from onepass.studies.recipe import Recipe
@@ -33,6 +33,8 @@ output.forget_odd_sizes()  # which a console reads when it is made
 screen = Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 TRACEBACK = "ONEPASS_TRACEBACK"  # in the environment: show the traceback of an error that was not foreseen
+
+MOST = 1024  # processes, and threads of each: more than any machine has, and few enough to be started
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
@@ -66,15 +68,17 @@ def run(
 ) -> None:
     """Run a recipe: choose hyper-parameters on the cross-validation stream, learn the evaluation stream once, print the table."""
     asked = _asked(name, change, methods, seeds, out)
-    for flag, value in {"--workers": workers, "--threads": threads, "--checkpoint-every": checkpoint_every}.items():
+    for flag, value, most in (("--workers", workers, MOST), ("--threads", threads, MOST), ("--checkpoint-every", checkpoint_every, None)):
         if value is not None and value < 1:
             raise InputError(f"{flag} {value} is not possible: use at least 1")
+        if value is not None and most is not None and value > most:
+            raise InputError(f"{flag} {value} is not possible: use at most {most}")
 
     from onepass.report.targets import check_targets
     from onepass.report.tracking import check_folder
     from onepass.report.watch import Watch
     from onepass.streams import stream
-    from onepass.studies import executors, fetch, study
+    from onepass.studies import cluster, executors, fetch, study
 
     device = study.check_device(device)
     check_targets(json)
@@ -83,10 +87,12 @@ def run(
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
     study.try_stream(asked, folder)  # before anything is written
+    if scheduler is not None:
+        cluster.check_address(scheduler)
     with (
+        interruptible(),
         _folder(out) as place,
         study.opened(place, asked) as (store, recipe),
-        _sigterm_is_like_ctrl_c(),
         Watch(screen, tensorboard, store) as watch,
     ):
         check_targets(json)  # again: now it is known which files are the study's
@@ -98,7 +104,7 @@ def run(
                 results = study.run(recipe, store, means, executor, watch)
         except KeyboardInterrupt as stop:
             watch.interrupted(out)
-            raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
+            raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     _print_table(recipe, results, json, None)
     if any(result.failed for result in results.values()):
         screen.print(f"some units failed: see 'onepass status {out}'" if out else "some units failed: give --out DIR to see why", soft_wrap=True)
@@ -119,22 +125,6 @@ def _asked(name: str | None, change: list[str] | None, methods: str | None, seed
     with Store.read(out) as store:
         stored = store.contents.study["recipe"]
     return recipe.load(recipe.from_stored(stored).name, change, methods, seeds, stored)
-
-
-class _TerminatedError(KeyboardInterrupt):
-    pass
-
-
-@contextmanager
-def _sigterm_is_like_ctrl_c() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -271,12 +261,12 @@ def bench(
 
     plan = measurements.plan(check_device(device), methods, runs, rounds, tasks, both)
     check_targets(json, markdown)
-    try:
-        with _sigterm_is_like_ctrl_c():
+    with interruptible():
+        try:
             report = measurements.run(plan, lambda found: screen.print(found, soft_wrap=True))
-    except KeyboardInterrupt as stop:
-        screen.print("interrupted; nothing is kept")
-        raise typer.Exit(143 if isinstance(stop, _TerminatedError) else 130) from None
+        except KeyboardInterrupt as stop:
+            screen.print("interrupted; nothing is kept")
+            raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     hand_out(
         partial(files.write_json, json, measurements.document(report)) if json else None,
         partial(files.write, markdown, measurements.markdown(report).encode()) if markdown else None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 
 from onepass.errors import InputError
 from onepass.metrics import Record
+from onepass.studies import cluster as cluster_module
 from onepass.studies import study
 from onepass.studies.executors import executor
 from onepass.studies.recipe import load
@@ -96,6 +99,116 @@ def test_a_study_stops_when_its_scheduler_is_gone(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="is gone: start it"):
             records(tmp_path, made.scheduler_address, killer)
         killer.join()
+
+
+@pytest.fixture
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "LOOK": 0.1, "SILENT": 1.5}.items():
+        monkeypatch.setattr(cluster_module, name, seconds)
+
+
+@pytest.fixture
+def empty() -> Iterator[distributed.LocalCluster]:
+    """A scheduler in this process that has no workers."""
+    with distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1") as made:
+        yield made
+
+
+class Listening(Silent):
+    """Remembers what the study waited for, and then has no more patience."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.waited: set[str] = set()
+        self._monkeypatch = monkeypatch
+
+    def held_up(self, what: str | None) -> None:
+        if what is not None:
+            self.waited.add(what)
+            self._monkeypatch.setattr(cluster_module, "DESERTED", 0.5)
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_a_scheduler_that_accepts_and_never_answers_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"no Dask scheduler answers at {address} .no answer within 2 s"), executor(1, 1, address):
+            pass
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_a_study_without_workers_says_so_and_stops_after_a_while(
+    empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = Listening(monkeypatch)
+    with (
+        study.opened(tmp_path, RECIPE) as (store, recipe),
+        pytest.raises(InputError, match="there has been no Dask worker at .* for 0.5 seconds: start one"),
+        executor(1, 1, empty.scheduler_address) as where,
+    ):
+        study.run(recipe, store, study.Means(), where, observer)
+    assert observer.waited == {f"there is no Dask worker at {empty.scheduler_address}; waiting for one for up to 6 hours"}
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_a_scheduler_that_falls_silent_is_noticed(empty: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor(1, 1, empty.scheduler_address) as where:
+        monkeypatch.setattr(where._client, "nthreads", lambda: time.sleep(60))  # type: ignore[attr-defined]
+        said, deadline = set[str | None](), time.monotonic() + 30
+        with pytest.raises(InputError, match="has not answered for 1.5 seconds: start it anew"):
+            while time.monotonic() < deadline:
+                said.add(where.held_up())
+                time.sleep(0.05)
+        assert f"the Dask scheduler at {empty.scheduler_address} does not answer; waiting for up to 1.5 seconds" in said
+
+
+@pytest.fixture
+def foreign(empty: distributed.LocalCluster, tmp_path: Path) -> Iterator[str]:
+    """The address of a worker whose package differs in one comment."""
+    package = tmp_path / "other" / "onepass"
+    shutil.copytree(Path(cluster_module.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / "metrics.py").open("a") as source:
+        source.write("# another version\n")
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", empty.scheduler_address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as worker:
+        try:
+            deadline = time.monotonic() + 60
+            while not empty.scheduler.workers:
+                assert worker.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield next(iter(empty.scheduler.workers))
+        finally:
+            worker.kill()
+
+
+def test_a_worker_with_another_version_is_refused_by_its_address(
+    foreign: str, empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence = (
+        f"the Dask worker at {foreign} has other software: it has onepass and torch source-[0-9a-f]+ and torch .*, not source-.*; install there"
+    )
+    with pytest.raises(InputError, match=sentence), executor(1, 1, empty.scheduler_address):
+        pass
+    monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: None)  # it has joined a moment ago, and was not asked yet
+    with pytest.raises(InputError, match=sentence):
+        records(tmp_path / "study", empty.scheduler_address)
+    assert not list((tmp_path / "study").glob("checkpoints/*")), "it refused before it trained"
+    with Store.read(tmp_path / "study") as store:
+        assert not store.contents.records
+
+
+def test_a_result_that_was_made_with_other_software_is_not_taken(empty: distributed.LocalCluster) -> None:
+    ours = cluster_module.fingerprint()
+    assert {"python", "onepass", "torch", "numpy", "scipy"} < ours.keys()
+    with executor(1, 1, empty.scheduler_address) as where:
+        assert where._checked(([], None, "tcp://here:1", ours)) == ([], None)  # type: ignore[attr-defined]
+        with pytest.raises(cluster_module.ForeignWorkerError, match="tcp://there:1"):
+            where._checked(([], None, "tcp://there:1", ours | {"numpy": "1.0"}))  # type: ignore[attr-defined]
+        with pytest.raises(InputError, match="has another version of onepass"):
+            where._checked(([], None))  # type: ignore[attr-defined]
+        assert "it has numpy 1.0, not" in where._sentence("tcp://there:1", ours | {"numpy": "1.0"})  # type: ignore[attr-defined]
 
 
 def test_studies_without_a_cluster_do_not_import_dask() -> None:

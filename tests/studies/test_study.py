@@ -35,7 +35,7 @@ from toys import Silent
 class Scripted:
     """Trains at once, in this thread, after asking a script whether to."""
 
-    slots = 1
+    workers = slots = 1
 
     def __init__(self, script: Callable[[work.Job], Exception | None] = lambda _: None) -> None:
         self.jobs: list[work.Job] = []
@@ -51,8 +51,11 @@ class Scripted:
             done.set_result(work.work(job))
         return done
 
-    def steps(self) -> int:
-        return 0
+    def steps(self) -> dict[str, int]:
+        return {}
+
+    def held_up(self) -> None:
+        return None
 
 
 def go(
@@ -171,7 +174,9 @@ def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(tmp_path: P
         replace(written, path)
 
     monkeypatch.setattr(os, "replace", interrupted)
-    monkeypatch.setattr(study, "time", SimpleNamespace(time=itertools.count().__next__))  # a second passes whenever the clock is read
+    monkeypatch.setattr(
+        study, "time", SimpleNamespace(time=itertools.count().__next__, monotonic=time.monotonic)
+    )  # a second passes whenever the clock is read
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, small(), workers=1)
     assert not [path.name for path in tmp_path.iterdir() if "progress" in path.name]
@@ -296,12 +301,28 @@ def test_a_checkpoint_of_another_fleet_is_never_used(tmp_path: Path) -> None:
     assert work.Job(small(), "van", "cv", jobs[0].units, None, "cpu", str(tmp_path / "nowhere")).checkpoints() is None
 
 
+class Counting(Silent):
+    """Remembers what is told about the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[int] = []
+        self.shares: list[float] = []
+
+    def steps(self, done: int, share: float, left: float | None) -> None:
+        self.done.append(done)
+        self.shares.append(share)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_thread_and_local_processes_give_the_same_records(workers: int, expected: dict[str, Result], tmp_path: Path) -> None:
     with study.opened(tmp_path, small("van,a-gem")) as (store, recipe), executor(workers, 1) as where:
-        found = study.run(recipe, store, Means(workers=2), where, Silent())
-        assert where.steps() > 0
+        observer = Counting()
+        found = study.run(recipe, store, Means(workers=2), where, observer)
     assert same(found, expected)
+    assert observer.done == sorted(observer.done)
+    assert observer.done[-1] == 3 * 9 + 4 * 51  # three grid points on three tasks, four runs on seventeen, of three batches each
+    assert observer.shares[-1] == 1.0
 
 
 def shown(folder: Path) -> str:
@@ -320,15 +341,15 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
     with Store.write_to(tmp_path) as store:
         planned = next(iter(store.open_fleets().values()))[0].unit
         store.fail([planned.id], "Traceback\nValueError: a bug")
-        now = {"began": time.time() - 60, "steps": 100, "total": 300, "running": {"some": "a-gem"}}
+        now = {"left": 120.0, "running": {"some": "a-gem"}}
         (tmp_path / study.PROGRESS).write_text(json.dumps(now))
         text = shown(tmp_path)
         assert "3 of 7 units done, 1 running, 1 failed; about 2 min left" in text
         assert f"{planned.id} (van): ValueError: a bug" in text
-        for odd in ("{", "[]", '{"running": []}', '{"running": {}, "steps": 1}', json.dumps(now | {"began": None}), "[" * 20_000):
+        for odd in ("{", "[]", '{"running": []}', '{"running": {}, "steps": 1}', json.dumps(now | {"left": None}), '{"left": 1e999}', "[" * 20_000):
             (tmp_path / study.PROGRESS).write_text(odd)
             assert "not known yet" in shown(tmp_path)
-        (tmp_path / study.PROGRESS).write_text(json.dumps(now | {"steps": 400}))
+        (tmp_path / study.PROGRESS).write_text(json.dumps(now | {"left": 0}))
         assert "about 0 s left" in shown(tmp_path)
     assert study.PROGRESS == status.PROGRESS
 

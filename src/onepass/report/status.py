@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,15 +25,8 @@ from onepass.studies.store import Entry, Store
 class Progress:
     """What the driving process says about itself."""
 
-    began: float
-    steps: int
-    total: int
+    left: float | None  # seconds
     running: Mapping[str, str]  # unit: method
-
-    @property
-    def left(self) -> float | None:
-        """Seconds, if it goes on like this."""
-        return (time.time() - self.began) * max(self.total - self.steps, 0) / self.steps if self.steps > 0 else None
 
 
 @dataclass
@@ -65,7 +58,7 @@ def show(folder: Path, console: Console) -> None:
     sentence = f"{done} of {total} units done, {sum(jobs.values())} running, {sum(len(found.failed) for found in counts.values())} failed"
     if busy:
         left = now.left if now else None
-        sentence += f"; {'time left: not known yet' if left is None else f'about {_duration(left)} left'}"
+        sentence += f"; {'time left: not known yet' if left is None else f'about {duration(left)} left'}"
     elif done < total:
         sentence += f"; nobody is working on it: go on with 'onepass run --out {folder}'"
     console.print(sentence, soft_wrap=True)
@@ -107,15 +100,16 @@ def _progress(folder: Path) -> Progress | None:
     try:
         found = json.loads((folder / PROGRESS).read_text())
         units = {str(unit): str(name) for unit, name in found["running"].items()}
-        return Progress(float(found["began"]), int(found["steps"]), int(found["total"]), units)
+        left = None if found["left"] is None else float(found["left"])
+        return Progress(left if left is not None and math.isfinite(left) else None, units)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):  # only a view: without it less is known
         return None
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """In words that are as exact as such a guess can be.
 
-    >>> _duration(5), _duration(200), _duration(9000)
+    >>> duration(5), duration(200), duration(9000)
     ('5 s', '3 min', '2.5 h')
     """
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

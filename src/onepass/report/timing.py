@@ -23,11 +23,13 @@ from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.precision import products
 from onepass.engine.replays import Replays
+from onepass.errors import InputError
 from onepass.learners import method
 from onepass.learners.base import Learner
 from onepass.protocol import Run, assemble
 from onepass.report import plain
 from onepass.report.floor import Rates, measured, wait
+from onepass.stopping import wake_helpers
 from onepass.streams.base import TASKS, PermutedStream, Pool
 from onepass.streams.feed import Feed
 from onepass.studies.executors import default_workers
@@ -37,6 +39,8 @@ RECIPE = "permuted-mnist"
 INPUTS, CLASSES = 784, 10
 RATE = 1e-5  # so small that thousands of steps do not change what a step does
 FEW = 100  # batches that are enough to fill the memory of a task
+GRACE = 2.0  # seconds in which a process that was asked to usually ends
+LONGEST = 1800.0  # seconds that one measurement may take
 WARM = 3  # times that a loop is gone into: traced, captured, replayed
 
 Loop = Callable[[int], int]  # takes at least so many steps, and says how many
@@ -231,6 +235,9 @@ class Workers:
     def _ask(self, pipes: Sequence[Connection], questions: Sequence[Sizes | Case | None], count: int = 0) -> list[Any]:
         for pipe, question in zip(pipes, questions, strict=True):
             pipe.send((question, count))
+        for pipe in pipes:
+            if not pipe.poll(LONGEST):
+                raise InputError(f"a process has not answered for {LONGEST / 60:.0f} minutes: measure fewer runs, or when the machine is idle")
         answers = [pipe.recv() for pipe in pipes]
         for answer in answers:
             if isinstance(answer, Exception):
@@ -240,8 +247,13 @@ class Workers:
     def close(self) -> None:
         for process in self._processes:
             process.terminate()
+        wake_helpers()
+        deadline = time.monotonic() + GRACE
         for process in self._processes:
-            process.join()
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()  # which ends a process that is stopped, too
+                process.join(GRACE)
 
 
 @contextmanager

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from onepass.metrics import Record
+from onepass.report.status import duration
 from onepass.report.tracking import Tracking
 from onepass.studies import checkpoint
 from onepass.studies.results import Result
 from onepass.studies.store import Store, Unit
 from onepass.studies.work import Job
 
+AGAIN = 600.0  # seconds after which it is said again what a study waits for
 WHAT = {"cv": "choosing", "ev": "learning"}
 
 
@@ -22,9 +26,11 @@ class Watch:
     """Shows a study on a terminal, and to TensorBoard if asked for."""
 
     def __init__(self, screen: Console, tensorboard: Path | None, store: Store) -> None:
-        columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
+        columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[pace]}")]
         self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
-        self._task = self._progress.add_task("starting", total=None, rate="")
+        self._task = self._progress.add_task("starting", total=None, pace="")
+        self._lately: deque[tuple[float, int]] = deque(maxlen=100)  # when so many run-steps were done
+        self._said: tuple[str | None, float] = (None, 0.0)  # what holds the study up, and when that was said
         self._tracking = Tracking(tensorboard, store) if tensorboard is not None else None
         self._store = store
         self._done: list[str] = []
@@ -43,9 +49,20 @@ class Watch:
         names = list(dict.fromkeys(f"{WHAT[job.part]} {job.method}" for job in jobs))
         self._progress.update(self._task, description=", ".join(names) or ("done" if self._done else "starting"))
 
-    def steps(self, done: int, total: int) -> None:
-        speed = self._progress.tasks[0].speed
-        self._progress.update(self._task, completed=min(done, total), total=total, rate=f"{speed:,.0f} steps/s" if speed else "")
+    def steps(self, done: int, share: float, left: float | None) -> None:
+        self._lately.append((time.monotonic(), done))
+        (began, before), (now, _) = self._lately[0], self._lately[-1]
+        speed = (done - before) / (now - began) if now > began else 0.0
+        pace = [*([f"{speed:,.0f} steps/s"] if speed > 0 else []), *([f"about {duration(left)} left"] if left is not None else [])]
+        self._progress.update(self._task, completed=share, total=1.0, pace=", ".join(pace))
+
+    def held_up(self, what: str | None) -> None:
+        said, when = self._said
+        if what is not None and (what != said or time.monotonic() - when > AGAIN):
+            self._said = what, time.monotonic()
+            self._say(what)
+        elif what is None:
+            self._said = None, when
 
     def stored(self, unit: Unit, record: Record) -> None:
         if self._tracking is not None:

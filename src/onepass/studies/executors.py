@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import re
 import signal
-import socket
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -21,12 +18,16 @@ from typing import Any, Protocol
 import torch
 
 from onepass.engine.cpu import keep_freed_memory
-from onepass.errors import InputError, first_line
 from onepass.metrics import Record
+from onepass.stopping import abandon, is_stopped, kill_fork_server, wake_helpers, within
 from onepass.studies.store import Provenance
 from onepass.studies.work import Job, work
 
 log = logging.getLogger(__name__)
+
+SOON = 2.0  # seconds in which a step, or a worker process that was asked to, usually ends
+GRACE = 10.0  # seconds after which what has not ended is left behind
+STOPPED = 3600.0  # seconds after which a worker process that was stopped is given up, and its fleet goes to another one
 
 Trained = tuple[list[Record], Provenance]
 
@@ -42,20 +43,27 @@ class Executor(Protocol):
     slots: int
 
     def submit(self, job: Job) -> Future[Trained]: ...
-    def steps(self) -> int: ...  # run-steps done so far, where it can be known
+    def steps(self) -> Mapping[str, int]: ...  # run-steps done so far of fleets in training, by name, where it can be known
+    def held_up(self) -> str | None: ...  # what it waits for, in a sentence; InputError if it has waited long enough
     def stop(self, *, at_once: bool) -> None: ...
 
 
 @contextmanager
 def executor(workers: int, threads: int, scheduler: str | None = None) -> Iterator[Executor]:
     """In process with one worker, else local processes; with the address of a scheduler, its cluster."""
-    made: Executor = _Cluster(scheduler, threads) if scheduler is not None else _InProcess(threads) if workers == 1 else _Processes(workers, threads)
+    made = _cluster(scheduler, threads) if scheduler is not None else _InProcess(threads) if workers == 1 else _Processes(workers, threads)
     try:
         yield made
     except BaseException:
         made.stop(at_once=True)
         raise
     made.stop(at_once=False)
+
+
+def _cluster(scheduler: str, threads: int) -> Executor:
+    from onepass.studies.cluster import Cluster  # which needs what is defined here
+
+    return Cluster(scheduler, threads)
 
 
 def _let_go(futures: Iterable[Future[Trained]]) -> None:
@@ -75,18 +83,22 @@ class _InProcess:
 
     def __init__(self, threads: int) -> None:
         self.workers = self.slots = 1
-        self._steps, self._stopped = 0, False
+        self._steps, self._name, self._stopped = 0, "", False
         torch.set_num_threads(threads)
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(1)
         self._last: list[Future[Trained]] = []
 
     def submit(self, job: Job) -> Future[Trained]:
+        self._steps, self._name = 0, job.name
         self._last = [self._pool.submit(work, job, self._count)]
         return self._last[0]
 
-    def steps(self) -> int:
-        return self._steps
+    def steps(self) -> Mapping[str, int]:
+        return {self._name: self._steps}
+
+    def held_up(self) -> str | None:
+        return None
 
     def _count(self, steps: int) -> None:
         if self._stopped:
@@ -96,7 +108,11 @@ class _InProcess:
     def stop(self, *, at_once: bool) -> None:
         self._stopped = at_once
         _let_go(self._last)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if wait(self._last, SOON).not_done:
+            log.warning("waiting for up to %.0f s for the step that is being computed; a second interrupt ends the command at once", GRACE)
+            if wait(self._last, GRACE).not_done:
+                abandon()
 
 
 class _Processes:
@@ -111,7 +127,8 @@ class _Processes:
         self._threads = threads
         self._own = threading.local()  # each thread here leads one worker
         self._pools: list[ProcessPoolExecutor] = []
-        self._counters: list[Any] = []  # one a process: a lock that they shared would be left locked by one that is killed
+        self._counters: dict[str, Any] = {}  # one per fleet: a lock that they shared would be left locked by a process that is killed
+        self._stopped_since: dict[int, float] = {}  # by process id
         self._changing = threading.Lock()
         self._stopped = False
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
@@ -126,46 +143,78 @@ class _Processes:
 
     def _lead(self, job: Job) -> Trained:
         try:
-            submitted = self._pool().submit(_work_in_process, job)
+            pool = self._pool()
+            self._own.counter.value = 0
+            self._counters[job.name] = self._own.counter
+            submitted = pool.submit(_work_in_process, job)
             if self._stopped:
-                self._terminate()  # it was started after everybody else had been stopped
+                self._signal(signal.SIGTERM)  # it was started after all others had been stopped
             return submitted.result()
         except BrokenProcessPool:
             self._own.pool = None
             raise WorkerDiedError("a worker process was killed (out of memory?)") from None
+        finally:
+            self._counters.pop(job.name, None)
 
     def _pool(self) -> ProcessPoolExecutor:
         if getattr(self._own, "pool", None) is None:
             with self._changing:
                 if self._stopped:
                     raise KeyboardInterrupt
-                counter = self._context.RawValue("q", 0)
-                arguments = (counter, self._threads)
+                self._own.counter = self._context.RawValue("q", 0)
+                arguments = (self._own.counter, self._threads)
                 self._own.pool = ProcessPoolExecutor(1, mp_context=self._context, initializer=_start_worker, initargs=arguments)
-                self._counters.append(counter)
                 self._pools.append(self._own.pool)
         pool: ProcessPoolExecutor = self._own.pool
         return pool
 
-    def steps(self) -> int:
-        return sum(int(counter.value) for counter in self._counters)
+    def steps(self) -> Mapping[str, int]:
+        return {name: int(counter.value) for name, counter in self._counters.copy().items()}
+
+    def held_up(self) -> str | None:
+        stopped = {process.pid: process for process in self._processes() if is_stopped(process.pid)}
+        now = time.monotonic()
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped_since.items():
+            if now - since > STOPPED:
+                stopped[pid].kill()
+        if not stopped:
+            return None
+        pids = " ".join(map(str, sorted(stopped)))
+        return f"stopped worker processes: {pids}; let them go on by 'kill -CONT {pids}', or interrupt the study"
 
     def stop(self, *, at_once: bool) -> None:
         with self._changing:
             self._stopped = True
         _let_go(self._leading)
-        self._leaders.shutdown(wait=not at_once, cancel_futures=True)
-        while not all(future.done() for future in self._leading):  # a leader may be about to start a process
-            self._terminate()
+        self._leaders.shutdown(wait=False, cancel_futures=True)
+        began = time.monotonic()
+        while not self._ended():
+            waited = time.monotonic() - began
+            self._signal(signal.SIGTERM if waited < SOON else signal.SIGKILL)  # which ends a process that is stopped, too
+            if waited > 2 * SOON:
+                kill_fork_server()  # a leader waits for it, or it does not say that a process is dead
+            if waited > GRACE:
+                abandon()
+                return
             time.sleep(0.02)
-        self._terminate()  # they have nothing to do any more, and would take a second to say good-bye
-        for pool in self._pools:
-            pool.shutdown(wait=True, cancel_futures=True)
+        wake_helpers()
+        try:
+            for pool in self._pools:
+                within(GRACE, lambda pool=pool: pool.shutdown(wait=True, cancel_futures=True))  # type: ignore[misc]
+        except TimeoutError:
+            abandon()
 
-    def _terminate(self) -> None:
-        for pool in self._pools:
-            for process in list((pool._processes or {}).values()):  # terminate_workers() from Python 3.14 on
-                process.terminate()
+    def _ended(self) -> bool:
+        """No leader is about to start a process, and no process is alive."""
+        return all(future.done() for future in self._leading) and not any(process.is_alive() for process in self._processes())
+
+    def _processes(self) -> list[Any]:
+        return [process for pool in self._pools for process in list((pool._processes or {}).values())]
+
+    def _signal(self, kind: signal.Signals) -> None:
+        for process in self._processes():
+            process.kill() if kind == signal.SIGKILL else process.terminate()
 
 
 def _hold_interrupts() -> None:
@@ -197,76 +246,6 @@ def _work_in_process(job: Job) -> Trained:
         _counter.value += steps  # nobody else writes to it
 
     return work(job, count)
-
-
-class _Cluster:
-    """Trains on the workers of a Dask cluster. Dask gives the fleet of a worker that dies to another one, three times."""
-
-    def __init__(self, scheduler: str, threads: int) -> None:
-        try:
-            from distributed import Client
-        except ImportError:
-            raise InputError("a cluster needs the package distributed: install onepass[cluster]") from None
-        self._address = scheduler
-        _check_address(scheduler)
-        try:
-            self._client = Client(scheduler, timeout=10, set_as_default=False)
-        except Exception as reason:  # whatever Dask makes of an address that answers, but not as a scheduler does
-            raise InputError(f"no Dask scheduler answers at {scheduler} ({first_line(reason)}): start one, or leave out --scheduler") from None
-        there = len(self._client.scheduler_info(n_workers=-1)["workers"])
-        if there == 0:
-            log.warning("there is no worker at %s yet: waiting for one", scheduler)
-        self.workers = max(1, there)
-        self.slots = sys.maxsize  # workers come and go: the scheduler knows best
-        self._threads = threads
-        self._futures: list[Any] = []
-
-    def submit(self, job: Job) -> Future[Trained]:
-        done: Future[Trained] = Future()
-        done.set_running_or_notify_cancel()
-        remote = self._client.submit(_work_on_cluster, job, self._threads, key=f"onepass-{job.method}-{job.name}-{len(self._futures)}", pure=False)
-        self._futures.append(remote)
-        remote.add_done_callback(lambda finished: self._pass_on(finished, done))
-        return done
-
-    def _pass_on(self, remote: Any, done: Future[Trained]) -> None:
-        from distributed.scheduler import KilledWorker
-
-        try:
-            done.set_result(remote.result())
-        except KilledWorker as reason:
-            done.set_exception(WorkerDiedError(first_line(reason)))
-        except CancelledError:
-            done.set_exception(InputError(f"the Dask scheduler at {self._address} is gone: start it, and give the same command again"))
-        except BaseException as reason:
-            done.set_exception(reason)
-
-    def steps(self) -> int:
-        return 0
-
-    def stop(self, *, at_once: bool) -> None:
-        if at_once:
-            with suppress(Exception):  # whatever the cluster says, we are leaving
-                self._client.cancel(self._futures, force=True)
-        self._client.close()
-
-
-def _check_address(scheduler: str) -> None:
-    """Somebody must listen there; Dask itself is wordy about it."""
-    found = re.fullmatch(r"tcp://(?:\[(?P<six>[^]]+)\]|(?P<four>[^:/]+)):(?P<port>\d{1,5})", scheduler)
-    if found is None:
-        raise InputError(f"'{scheduler}' is not the address of a Dask scheduler: write tcp://HOST:PORT")
-    try:
-        socket.create_connection((found["six"] or found["four"], int(found["port"])), timeout=10).close()
-    except (OSError, OverflowError) as reason:
-        why = getattr(reason, "strerror", None) or reason
-        raise InputError(f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler") from None
-
-
-def _work_on_cluster(job: Job, threads: int) -> Trained:
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    return work(job)
 
 
 def default_workers(device: str) -> int:

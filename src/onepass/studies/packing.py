@@ -65,9 +65,14 @@ def cost(stream: Stream, recipe: Recipe, name: str) -> int:
     """The work of a method, in examples: what a step costs besides them, and what state costs, are measured equivalents."""
     runs = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
     steps = sum(runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps() for part in PARTS)
+    return steps * cost_of_step(recipe, name)
+
+
+def cost_of_step(recipe: Recipe, name: str) -> int:
+    """The work of one step of one run of a method, in examples."""
     learner = method(name).learner
     examples = recipe.batch_size + learner.examples_a_step(recipe.method_options(name), TASKS["ev"], recipe.memory_per_task)
-    return steps * (STEP + examples + STATE * len(learner.keeps))
+    return STEP + examples + STATE * len(learner.keeps)
 
 
 def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
@@ -75,7 +80,9 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
     kind = torch.device(device).type
     there = _memory(kind)
     try:
-        needed = bytes_a_row(stream, recipe, name, part)
+        needed = least_bytes(stream, recipe, name, part)
+        if needed <= there:  # only then is it built
+            needed = bytes_a_row(stream, recipe, name, part)
     except (MemoryError, RuntimeError):
         needed = there + 1
     if needed > there:
@@ -84,6 +91,16 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
             " leave it out by --methods, make the model or the batches smaller, or use another machine"
         )
     return max(1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed))
+
+
+def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
+    """Memory that a run takes at the very least, without taking it: parameters, three gradients of their size, and its memory."""
+    pool = stream.pool
+    with torch.device("meta"):
+        parameters = sum(parameter.nbytes for parameter in recipe.setup().model().build(pool.x.shape[1], pool.shape, 1).parameters())
+    example = pool.x[0].nbytes + 2 * 8  # and its class and task
+    kept = TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs_memory else 0
+    return 4 * parameters + kept
 
 
 def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -24,6 +25,7 @@ from onepass.studies.options import LARGEST, read_options, with_types
 
 Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
+MOST_UNITS = 100_000  # of a study: all are planned, and named, before the first is trained
 Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
 
 
@@ -140,7 +142,15 @@ class Recipe(BaseModel):
                 raise InputError(f"grids.{name}.learning_rate={self.grids[name]['learning_rate']} is not valid: learning rates must be above 0")
         for name in self.options:
             self.method_options(name)
+        self.check_size()
         return self
+
+    def check_size(self) -> None:
+        """Refuse more units of work than can be planned."""
+        grid = sum(math.prod(map(len, self.grids[name].values())) for name in self.methods)
+        units = grid * self.cv_seeds + len(self.methods) * self.seeds
+        if units > MOST_UNITS:
+            raise InputError(f"a study of {units} units is too large: up to {MOST_UNITS} can be planned; use fewer seeds, cv_seeds or grid points")
 
     def make_stream_options(self) -> Any:
         return read_options(stream(self.stream).options, self.stream_options)
@@ -259,7 +269,9 @@ def united(one: Recipe, other: Recipe) -> Recipe:
     }
     counts = {key: max(first[key], second[key]) for key in ("seeds", "cv_seeds")}
     methods = list(dict.fromkeys([*one.methods, *other.methods]))
-    return other.model_copy(update={"methods": methods, "grids": grids, "options": options, **counts})
+    together = other.model_copy(update={"methods": methods, "grids": grids, "options": options, **counts})
+    together.check_size()
+    return together
 
 
 def _joined(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, list[float]]:

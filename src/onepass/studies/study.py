@@ -28,6 +28,7 @@ from onepass.streams.feed import Feed
 from onepass.studies import checkpoint, packing
 from onepass.studies.database import PROGRESS
 from onepass.studies.executors import Executor, Trained
+from onepass.studies.forecast import Forecast, Piece
 from onepass.studies.packing import PARTS
 from onepass.studies.recipe import Recipe, from_stored, grown
 from onepass.studies.results import Result, cross_validation, evaluation, result
@@ -52,7 +53,8 @@ class Observer(Protocol):
     """Somebody who watches a study."""
 
     def running(self, jobs: list[Job]) -> None: ...
-    def steps(self, done: int, total: int) -> None: ...
+    def steps(self, done: int, share: float, left: float | None) -> None: ...  # run-steps, share of the work, seconds
+    def held_up(self, what: str | None) -> None: ...  # what is being waited for, as long as that is so
     def stored(self, unit: Unit, record: Record) -> None: ...
     def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
     def finished(self, result: Result) -> None: ...
@@ -126,13 +128,15 @@ class _Study:
         self._steps = {(name, part): self._steps_of(name, part) for name, part in pairs}
         self._costs = {name: packing.cost(source, recipe, name) for name in recipe.methods}
         self._packing = self._packing_of_all()
-        self._done = 0  # run-steps of finished fleets: all that is known of workers far away
-        self._total = sum(self._missing_steps(name) for name in recipe.methods)
-        self._progress = _Progress(store.folder / PROGRESS, self._total)
+        self._done = 0  # run-steps of finished fleets
+        self._seen: dict[Future[Trained], tuple[int, float]] = {}  # run-steps of a fleet in training, and when that was
+        self._forecast = Forecast({}, [])
+        self._progress = _Progress(store.folder / PROGRESS)
 
     def go(self) -> None:
         for name in self.recipe.methods:
             self._advance(name)
+        self._forecast = Forecast({name: packing.cost_of_step(self.recipe, name) for name in self.recipe.methods}, self._left())
         try:
             while self._waiting or self._running:
                 self._start()
@@ -171,21 +175,45 @@ class _Study:
         return dict(known)
 
     def _show(self) -> None:
+        self._measure()
         jobs = [job for future, job in self._running.items() if future.running()]
-        steps = max(self._done, self.executor.steps())
+        left = self._left()
+        seconds = self._forecast.left(left, self.executor.workers)
         self.observer.running(jobs)
-        self.observer.steps(steps, self._total)
-        self._progress.show(jobs, steps)
+        self.observer.steps(self._done + sum(steps for steps, _ in self._seen.values()), self._forecast.share(left), seconds)
+        self.observer.held_up(self.executor.held_up())
+        self._progress.show(jobs, seconds)
+
+    def _measure(self) -> None:
+        """Tell the forecast what fleets in training have done since the last time."""
+        now, known = time.monotonic(), self.executor.steps()
+        for future, job in self._running.items() if known else ():
+            steps = known.get(job.name, 0)
+            before, then = self._seen.get(future, (0, None))
+            if steps > 0:  # the first ones may come from a checkpoint, or after seconds of preparation
+                self._forecast.proceeded(_piece(job, steps - before), None if then is None else now - then)
+                self._seen[future] = steps, now
+
+    def _left(self) -> list[Piece]:
+        """What is left of fleets in training, of those that wait, and the runs of methods that are still choosing."""
+        seen = [(job, self._seen.get(future, (0, 0))[0]) for future, job in self._running.items()]
+        jobs = [*seen, *((job, 0) for job in self._waiting)]
+        left = [_piece(job, len(job.units) * self._steps[job.method, job.part] - steps) for job, steps in jobs]
+        for name in {job.method for job, _ in jobs if job.part == "cv"}:
+            runs = packing.deal(range(self.recipe.seeds), packing.fleets(self.recipe.seeds, *self._packing[name]["ev"]))
+            left += [Piece(name, "ev", len(some), len(some) * self._steps[name, "ev"]) for some in runs]
+        return left
+
+    def _account(self, future: Future[Trained], job: Job, records: list[Record] | None) -> None:
+        """A fleet has ended, and its records are stored; None: it did not, and what it did counts for nothing."""
+        seen = self._seen.pop(future, None)
+        steps = len(job.units) * self._steps[job.method, job.part] if records is not None else 0
+        self._done += steps
+        seconds = sum(record.seconds for record in records) if records is not None and seen is None else None  # all that is known from far away
+        self._forecast.proceeded(_piece(job, steps - (seen[0] if seen is not None else 0)), seconds)
 
     def _steps_of(self, name: str, part: Part) -> int:
         return Feed(self.source, part, [0], self.recipe.batch_size, joined=method(name).joined).steps()
-
-    def _missing_steps(self, name: str) -> int:
-        records = self.store.contents.records
-        grid = [unit for unit in cross_validation(self.recipe, name) if unit.id not in records]
-        chosen = result(self.recipe, name, self.store).hyperparameters
-        runs = [unit for unit in evaluation(self.recipe, name, chosen) if unit.id not in records]
-        return len(grid) * self._steps[name, "cv"] + len(runs) * self._steps[name, "ev"]
 
     # ---- what to do next
 
@@ -225,13 +253,17 @@ class _Study:
     def _take(self, future: Future[Trained]) -> None:
         job, error = self._running[future], future.exception()
         if error is None:
-            self._keep(job, *future.result())
+            records, made = future.result()
+            self._keep(job, records, made)
+            self._account(future, job, records)
         elif isinstance(error, InputError) or not isinstance(error, Exception):
             raise error  # wrong for every attempt and every fleet, or Ctrl-C
-        elif isinstance(error, OutOfMemoryError) and len(job.units) > 1:
-            self._split(job)
         else:
-            self._retry(job, error)
+            self._account(future, job, None)
+            if isinstance(error, OutOfMemoryError) and len(job.units) > 1:
+                self._split(job)
+            else:
+                self._retry(job, error)
         del self._running[future]  # not before: what an interrupt hits here is stored on the way out
         if not any(other.method == job.method for other in [*self._running.values(), *self._waiting]):
             self._advance(job.method)
@@ -240,7 +272,6 @@ class _Study:
         named = {unit.id: record for unit, record in zip(job.units, records, strict=True)}
         self.store.add(named, made)
         self._discard_checkpoints(job)
-        self._done += len(job.units) * self._steps[job.method, job.part]
         for unit in job.units:
             self.observer.stored(unit, named[unit.id])
 
@@ -270,24 +301,23 @@ class _Study:
             self.store.fail([unit.id for unit in job.units], "".join(traceback.format_exception(error)))
 
 
+def _piece(job: Job, steps: float) -> Piece:
+    return Piece(job.method, job.part, len(job.units), steps)
+
+
 class _Progress:
     """A small file that tells `onepass status` what is going on. It is a view, not a result: nothing depends on it."""
 
-    def __init__(self, path: Path, total: int) -> None:
-        self._path, self._total = path, total
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._partial = path.with_name(f"{TEMPORARY}progress")
         self._shown = time.time()
-        self._began: tuple[float, int] | None = None  # when the first steps were counted, and how many those were
 
-    def show(self, jobs: list[Job], steps: int) -> None:
+    def show(self, jobs: list[Job], left: float | None) -> None:
         if time.time() - self._shown < 1:
             return
         self._shown = time.time()
-        if self._began is None and steps > 0:
-            self._began = self._shown, steps
-        began, before = self._began or (self._shown, 0)
-        content: dict[str, Any] = {"began": began, "steps": min(steps, self._total) - before, "total": self._total - before}
-        content["running"] = {unit.id: job.method for job in jobs for unit in job.units}
+        content: dict[str, Any] = {"left": left, "running": {unit.id: job.method for job in jobs for unit in job.units}}
         with suppress(OSError):
             self._partial.write_text(canonical(content))
             os.replace(self._partial, self._path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from onepass.errors import first_line, is_out_of_memory
+from onepass.errors import InputError, first_line, is_out_of_memory
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.protocol import Run, train
@@ -29,6 +30,10 @@ from onepass.studies.database import FILE
 from onepass.studies.provenance import provenance, software
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import Provenance, Unit, fleet_name
+
+log = logging.getLogger(__name__)
+
+SOON, AGAIN, LONGEST = 5.0, 600.0, 86400.0  # seconds of waiting for a GPU: until that is said, until it is repeated, and in all
 
 _one_fleet_at_a_time = threading.Lock()  # in a process: building a model sets the process's random seed for a moment
 
@@ -64,7 +69,7 @@ class Job:
 
 def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[Record], Provenance]:
     """Train one fleet; its records in the order of its units."""
-    with _one_fleet_at_a_time, _device(job.device) as device:
+    with _one_fleet_at_a_time, _device(job.device, progress) as device:
         too_much = ""
         try:
             records = train(
@@ -105,14 +110,14 @@ def _cached_stream(name: str, options: Any, data: str | None) -> Stream:
 
 
 @contextmanager
-def _device(device: str) -> Iterator[str]:
+def _device(device: str, progress: Callable[[int], None] | None) -> Iterator[str]:
     """The device to train on. Of GPUs, the first one that is free: one fleet a GPU at a time, over all processes of the machine."""
     if device != "cuda":
         yield device
         return
     handles = [os.open(_lock_file(number), os.O_RDWR | os.O_CREAT, 0o666) for number in range(torch.cuda.device_count())]
     try:
-        yield f"cuda:{_first_free(handles)}"
+        yield f"cuda:{_first_free(handles, progress)}"
     finally:
         for handle in handles:
             os.close(handle)
@@ -122,12 +127,39 @@ def _lock_file(number: int) -> Path:
     return Path(tempfile.gettempdir()) / f"onepass-{os.getuid()}-{torch.cuda.get_device_properties(number).uuid}.lock"
 
 
-def _first_free(handles: list[int]) -> int:
+def _first_free(handles: list[int], progress: Callable[[int], None] | None = None) -> int:
+    """The number of the first file that can be locked; while none can, it says what it waits for."""
+    began = time.monotonic()
+    said = began + SOON - AGAIN
     while True:
         for number, handle in enumerate(handles):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return number
             except BlockingIOError:
                 continue
+            return number
+        now = time.monotonic()
+        if now - said > AGAIN:
+            log.warning("waiting for a GPU: all are in use by other fleets (process %s)", _holders(handles))
+            said = now
+        if now - began > LONGEST:
+            hours = f"{LONGEST / 3600:.0f} hours"
+            raise InputError(f"no GPU became free within {hours} (in use by process {_holders(handles)}): end what uses them, or try later")
+        if progress is not None:
+            progress(0)  # which raises if the driver was interrupted
         time.sleep(0.1)
+
+
+def _holders(handles: list[int]) -> str:
+    return ", ".join(map(_holder, handles))
+
+
+def _holder(handle: int) -> str:
+    """The process that has locked a file, where the system tells."""
+    with suppress(OSError):
+        inode = str(os.fstat(handle).st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            kind, pid, place = (line.split()[number] for number in (1, 4, 5))
+            if kind == "FLOCK" and place.rpartition(":")[2] == inode:
+                return pid
+    return "unknown"

@@ -1,0 +1,152 @@
+"""Ctrl-C and SIGTERM: the first one stops a command in good order, the second one ends it at once, whatever it waits for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+APART = 0.1  # seconds: tools like `timeout` send one signal twice, to a process and to its group
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+Returned = TypeVar("Returned")
+
+_abandoned = threading.Event()  # something was left behind that may never end
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, SIGTERM interrupts as Ctrl-C does, once; the second signal of either kind ends the process and its workers.
+
+    Python runs signal handlers in the main thread alone, which may be the one that hangs. So a
+    thread listens where the interpreter reports each signal as soon as it arrives.
+    """
+    listening, reporting = os.pipe()
+    os.set_blocking(reporting, False)
+    first: list[signal.Signals] = []
+
+    def interrupt(number: int, _: object) -> None:
+        if not first:
+            first.append(signal.Signals(number))
+            raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError
+
+    threading.Thread(target=_listen, args=(listening,), daemon=True).start()
+    heard = [kind for kind in CODES if signal.getsignal(kind) is not signal.SIG_IGN]  # in the background of a shell, say
+    handlers = {kind: signal.signal(kind, interrupt) for kind in heard}
+    former = signal.set_wakeup_fd(reporting, warn_on_full_buffer=False)
+    try:
+        yield
+    except TerminatedError:
+        raise SystemExit(CODES[signal.SIGTERM]) from None
+    finally:
+        signal.set_wakeup_fd(former)
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+        os.close(reporting)
+
+
+def _listen(reports: int) -> None:
+    first: float | None = None
+    with open(reports, "rb", buffering=0) as source:
+        while report := source.read(1):
+            if (kind := signal.Signals(report[0])) not in CODES:
+                continue
+            if first is None:
+                first = time.monotonic()
+            elif time.monotonic() - first > APART:
+                leave(CODES[kind])
+
+
+def within(seconds: float, call: Callable[[], Returned]) -> Returned:
+    """What a call returns or raises; TimeoutError if it takes longer, and then it is left behind in a thread."""
+    outcome: list[Callable[[], Returned]] = []
+
+    def attempt() -> None:
+        try:
+            value = call()
+            outcome.append(lambda: value)
+        except BaseException as reason:
+            error = reason
+
+            def fail() -> Returned:
+                raise error
+
+            outcome.append(fail)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return outcome[0]()
+
+
+def abandon() -> None:
+    """Note that a thread or process was left behind: the command must not wait for it when it ends."""
+    _abandoned.set()
+
+
+def end(code: object) -> NoReturn:
+    """End the command with an exit code, without waiting for what was abandoned."""
+    if _abandoned.is_set():
+        leave(code if isinstance(code, int) else 0 if code is None else 1)
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, and the processes that it started: those that are stopped, too."""
+    for child in multiprocessing.active_children():
+        with suppress(OSError, ValueError):
+            child.kill()
+    wake_helpers()
+    kill_fork_server()
+    with suppress(Exception):
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), b"\x1b[?25h\n")  # the progress bar hides the cursor
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            within(1, stream.flush)
+    os._exit(code)
+
+
+def kill_fork_server() -> None:
+    """End Python's fork server. Whatever waits for it gets an error."""
+    _send(_fork_server(), signal.SIGKILL)
+
+
+def wake_helpers() -> None:
+    """Let Python's resource tracker go on if it is stopped, and end a stopped fork server: both shall end with this process."""
+    _send(getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None), signal.SIGCONT)
+    if is_stopped(_fork_server()):
+        kill_fork_server()
+
+
+def _fork_server() -> int | None:
+    pid: int | None = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    return pid
+
+
+def _send(pid: int | None, kind: signal.Signals) -> None:
+    if pid is not None:
+        with suppress(OSError):
+            os.kill(pid, kind)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process was stopped by a signal. A frozen cgroup does not show."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):  # it is gone, or this is no Linux
+        return False
