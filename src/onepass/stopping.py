@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: the first one stops a command in good order, the second one ends it at once, whatever it waits for."""
+"""Ctrl-C and SIGTERM: the first one stops a command in good order, the second one ends it at once.
+
+It does so whatever the command waits for."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class TerminatedError(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGTERM interrupts as Ctrl-C does, once; the second signal of either kind ends the process and its workers.
+    """Inside, SIGTERM interrupts as Ctrl-C does, once; the second signal ends all processes.
 
     Python runs signal handlers in the main thread alone, which may be the one that hangs. So a
     thread listens where the interpreter reports each signal as soon as it arrives.
@@ -43,7 +45,8 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError
 
     threading.Thread(target=_listen, args=(listening,), daemon=True).start()
-    heard = [kind for kind in CODES if signal.getsignal(kind) is not signal.SIG_IGN]  # in the background of a shell, say
+    # A shell's background processes ignore Ctrl-C, and go on doing so.
+    heard = [kind for kind in CODES if signal.getsignal(kind) is not signal.SIG_IGN]
     handlers = {kind: signal.signal(kind, interrupt) for kind in heard}
     former = signal.set_wakeup_fd(reporting, warn_on_full_buffer=False)
     try:
@@ -70,7 +73,10 @@ def _listen(reports: int) -> None:
 
 
 def within(seconds: float, call: Callable[[], Returned]) -> Returned:
-    """What a call returns or raises; TimeoutError if it takes longer, and then it is left behind in a thread."""
+    """What a call returns or raises; TimeoutError if it takes longer.
+
+    Then it is left behind in a thread, which does not keep the process from ending.
+    """
     outcome: list[Callable[[], Returned]] = []
 
     def attempt() -> None:
@@ -94,7 +100,7 @@ def within(seconds: float, call: Callable[[], Returned]) -> Returned:
 
 
 def abandon() -> None:
-    """Note that a thread or process was left behind: the command must not wait for it when it ends."""
+    """Note that a thread or process was left behind: the command does not wait for it to end."""
     _abandoned.set()
 
 
@@ -127,7 +133,10 @@ def kill_fork_server() -> None:
 
 
 def wake_helpers() -> None:
-    """Let Python's resource tracker go on if it is stopped, and end a stopped fork server: both shall end with this process."""
+    """Let a stopped resource tracker of Python's go on, and end a stopped fork server.
+
+    Otherwise they would outlive this process.
+    """
     _send(getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None), signal.SIGCONT)
     if is_stopped(_fork_server()):
         kill_fork_server()

@@ -282,7 +282,7 @@ def failing(code: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("call", "code"), [("os.fsync", errno.ENOSPC), ("os.replace", errno.EACCES), ("tempfile.mkstemp", errno.EROFS), ("os.fsync", errno.EIO)]
+    ("call", "code"), [("os.fsync", errno.ENOSPC), ("os.replace", errno.EACCES), ("_create", errno.EROFS), ("os.fsync", errno.EIO)]
 )
 def test_a_place_that_cannot_be_written_is_one_sentence_and_the_old_file_stays(
     call: str, code: int, saved: Path, monkeypatch: pytest.MonkeyPatch

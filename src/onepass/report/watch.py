@@ -29,8 +29,8 @@ class Watch:
         columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[pace]}")]
         self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
         self._task = self._progress.add_task("starting", total=None, pace="")
-        self._lately: deque[tuple[float, int]] = deque(maxlen=100)  # when so many run-steps were done
-        self._said: tuple[str | None, float] = (None, 0.0)  # what holds the study up, and when that was said
+        self._lately: deque[tuple[float, int]] = deque(maxlen=100)  # a time, and run-steps until then
+        self._said: tuple[str | None, float] = (None, 0.0)  # what holds the study up, and when said
         self._tracking = Tracking(tensorboard, store) if tensorboard is not None else None
         self._store = store
         self._done: list[str] = []

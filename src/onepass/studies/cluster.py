@@ -1,4 +1,6 @@
-"""A Dask cluster as a place to train: who is there, whether all have the same software, and how long to wait for an answer."""
+"""A Dask cluster as a place to train: which workers it has, whether they have the same software.
+
+Every question to it has a time limit."""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ Fingerprint = dict[str, str]
 
 
 class ForeignWorkerError(Exception):
-    """A worker refuses to train, since its software is not the driver's: its address and its fingerprint."""
+    """A worker's software is not the driver's: the worker's address and fingerprint."""
 
 
 @cache
 def fingerprint() -> Fingerprint:
-    """What has to be the same on all machines of a study. Of Python, the last digits do not matter."""
+    """What has to be the same on all machines of a study; of Python, without the patch version."""
     versions = dict(provenance("cpu").versions)
     return {"onepass and torch": software(), **versions, "python": versions["python"].rpartition(".")[0]}
 
@@ -57,7 +59,10 @@ def difference(ours: Fingerprint, theirs: Mapping[str, object]) -> str | None:
 
 
 class Cluster:
-    """Trains on the workers of a Dask cluster. Dask gives the fleet of a worker that dies to another one, three times."""
+    """Trains on the workers of a Dask cluster.
+
+    Dask gives the fleet of a worker that dies to another one, three times.
+    """
 
     def __init__(self, scheduler: str, threads: int) -> None:
         try:
@@ -69,14 +74,15 @@ class Cluster:
         try:
             self._client = within(CONNECT, lambda: Client(scheduler, timeout=10, set_as_default=False))
             there = within(CONNECT, self._client.nthreads)
-        except Exception as reason:  # whatever Dask makes of an address that answers, but not as a scheduler does
+        except Exception as reason:  # whatever Dask makes of what answers, but is no scheduler
             raise InputError(f"no Dask scheduler answers at {scheduler} ({first_line(reason)}): start one, or leave out --scheduler") from None
         self.slots = sys.maxsize  # workers come and go: the scheduler knows best
         self._futures: list[Any] = []
         self._same: set[str] = set()  # workers with the same software
         self._refused: str | None = None  # the sentence about one that has not
         self._asking, self._closing = threading.Lock(), threading.Event()
-        self._answered = self._peopled = time.monotonic()  # when the scheduler said something, and when there was a worker
+        self._answered = time.monotonic()  # when the scheduler was heard last
+        self._peopled = self._answered  # when there was a worker last
         if not there:
             self._peopled -= SOON  # to be said at once
         self._compare(there)
@@ -105,7 +111,7 @@ class Cluster:
         except ForeignWorkerError as reason:
             done.set_exception(InputError(self._sentence(*reason.args)))
         except Exception as reason:
-            with suppress(Exception):  # it may be the software: a worker that lacks a module says that in words of its own
+            with suppress(Exception):  # a worker that lacks one of our modules fails in its own words
                 self._compare(within(CONNECT, self._client.nthreads))
             done.set_exception(InputError(self._refused) if self._refused is not None else reason)
         except BaseException as reason:
@@ -138,14 +144,18 @@ class Cluster:
         return None
 
     def _look(self) -> None:
-        """See who is there, until the end. Where nobody answers, this thread waits, and the others see how long ago that was."""
+        """Note which workers there are, until the end.
+
+        Where the scheduler does not answer, this thread waits, and `held_up` sees for how long.
+        """
         while not self._closing.wait(LOOK):
             with suppress(Exception):  # that nothing was heard is noticed
                 there = self._client.nthreads()
                 self._answered = time.monotonic()
                 if there:
                     self._peopled, self.workers = self._answered, len(there)
-                threading.Thread(target=self._compare, args=(there,), daemon=True).start()  # a new worker imports torch before it answers
+                # Not here: a new worker imports torch before it answers.
+                threading.Thread(target=self._compare, args=(there,), daemon=True).start()
 
     def _compare(self, there: Mapping[str, int]) -> None:
         """Ask workers that are new for their versions."""
@@ -155,7 +165,7 @@ class Cluster:
             return
         try:
             answers = within(ASK, lambda: self._client.run(fingerprint, workers=new, on_error="return"))
-        except Exception:  # one of them has gone, or is busy: it will be asked again, and every fleet asks, too
+        except Exception:  # one has gone, or is busy: it is asked again, and every fleet asks, too
             return
         finally:
             self._asking.release()
@@ -201,13 +211,13 @@ def check_address(scheduler: str) -> None:
         raise InputError(f"'{scheduler}' is not the address of a Dask scheduler: write tcp://HOST:PORT")
     try:
         socket.create_connection((found["six"] or found["four"], int(found["port"])), timeout=10).close()
-    except (OSError, OverflowError, ValueError) as reason:  # a name that cannot be encoded is a UnicodeError
+    except (OSError, OverflowError, ValueError) as reason:  # the last one: a name with odd characters
         why = getattr(reason, "strerror", None) or reason
         raise InputError(f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler") from None
 
 
 def _work_on_cluster(job: Job, threads: int, expected: Fingerprint) -> tuple[list[Record], Provenance, str, Fingerprint]:
-    """Train a fleet if this worker has the driver's software; with the records comes what they were made with."""
+    """Train a fleet if this worker has the driver's software, which is returned with the records."""
     from distributed import get_worker
 
     address = get_worker().address

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SOON = 2.0  # seconds in which a step, or a worker process that was asked to, usually ends
 GRACE = 10.0  # seconds after which what has not ended is left behind
-STOPPED = 3600.0  # seconds after which a worker process that was stopped is given up, and its fleet goes to another one
+STOPPED = 3600.0  # seconds after which the fleet of a stopped process goes to another one
 
 Trained = tuple[list[Record], Provenance]
 
@@ -43,9 +44,15 @@ class Executor(Protocol):
     slots: int
 
     def submit(self, job: Job) -> Future[Trained]: ...
-    def steps(self) -> Mapping[str, int]: ...  # run-steps done so far of fleets in training, by name, where it can be known
-    def held_up(self) -> str | None: ...  # what it waits for, in a sentence; InputError if it has waited long enough
     def stop(self, *, at_once: bool) -> None: ...
+
+    def steps(self) -> Mapping[str, int]:
+        """Run-steps done so far of fleets in training, by their name, as far as is known."""
+        ...
+
+    def held_up(self) -> str | None:
+        """What it waits for, in a sentence; InputError if it has waited long enough."""
+        ...
 
 
 @contextmanager
@@ -127,7 +134,8 @@ class _Processes:
         self._threads = threads
         self._own = threading.local()  # each thread here leads one worker
         self._pools: list[ProcessPoolExecutor] = []
-        self._counters: dict[str, Any] = {}  # one per fleet: a lock that they shared would be left locked by a process that is killed
+        # One per fleet: a lock that they shared would be left locked by a process that is killed.
+        self._counters: dict[str, Any] = {}
         self._stopped_since: dict[int, float] = {}  # by process id
         self._changing = threading.Lock()
         self._stopped = False
@@ -191,9 +199,9 @@ class _Processes:
         began = time.monotonic()
         while not self._ended():
             waited = time.monotonic() - began
-            self._signal(signal.SIGTERM if waited < SOON else signal.SIGKILL)  # which ends a process that is stopped, too
+            self._signal(signal.SIGTERM if waited < SOON else signal.SIGKILL)  # for stopped ones, too
             if waited > 2 * SOON:
-                kill_fork_server()  # a leader waits for it, or it does not say that a process is dead
+                kill_fork_server()  # which a leader waits for, to start a process or to hear of its end
             if waited > GRACE:
                 abandon()
                 return
@@ -201,7 +209,7 @@ class _Processes:
         wake_helpers()
         try:
             for pool in self._pools:
-                within(GRACE, lambda pool=pool: pool.shutdown(wait=True, cancel_futures=True))  # type: ignore[misc]
+                within(GRACE, partial(pool.shutdown, wait=True, cancel_futures=True))
         except TimeoutError:
             abandon()
 

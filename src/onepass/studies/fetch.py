@@ -127,7 +127,7 @@ def _from_web(wanted: DataSet, target: Path, tried: list[str]) -> bool:
         try:
             with _staging(target) as folder:
                 for name, checksum in files.items():
-                    downloader = pooch.HTTPDownloader(timeout=20)  # until the next bytes come, however few
+                    downloader = pooch.HTTPDownloader(timeout=20)  # from one byte to the next
                     within(LONGEST, partial(pooch.retrieve, f"{mirror}{name}", f"md5:{checksum}", name, folder, downloader=downloader))
                 _publish(folder, target)
             return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from onepass.streams.base import Part
 
 SHARED = 2.0  # a step of a fleet takes as long as so many rows, and its rows (benchmarks/packing.py)
-TRUST = 0.01  # of the whole work: after so much of it, a method's own speed counts as much as the average one
+TRUST = 0.01  # share of the whole work after which a method's own speed counts for half
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,17 @@ class Forecast:
     def __init__(self, costs: Mapping[str, float], pieces: Iterable[Piece]) -> None:
         self._costs = dict(costs)  # of a run-step
         self._trust = TRUST * sum(self._work(piece) for piece in pieces)
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by method: how long was measured,
-        self._measured: defaultdict[str, float] = defaultdict(float)  # and the work that was done meanwhile
-        self._done: defaultdict[str, float] = defaultdict(float)  # by method: all the work that was done
+        # By method: seconds that were measured, the work that was done in them, and all that was done.
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._measured: defaultdict[str, float] = defaultdict(float)
+        self._done: defaultdict[str, float] = defaultdict(float)
         self._share = 0.0
 
     def _work(self, piece: Piece) -> float:
         return self._costs[piece.method] * piece.rowsteps
 
     def proceeded(self, piece: Piece, seconds: float | None) -> None:
-        """So much of a fleet was done in so many seconds of a worker; None: restored or not measured."""
+        """So much of a fleet was done in so many seconds of a worker; None: they are not known."""
         self._done[piece.method] += self._work(piece)
         if seconds is not None:
             self._measured[piece.method] += self._work(piece)
@@ -86,7 +87,7 @@ class Forecast:
         return self._share
 
     def _pace(self, method: str) -> float:
-        """Seconds for a unit of a method's work: the average of all methods, until enough of this one was measured."""
+        """Seconds for a unit of a method's work: the average, until enough of it was measured."""
         measured = sum(self._measured.values())
         average = sum(self._seconds.values()) / measured if measured else 1.0
         return (self._seconds[method] + self._trust * average) / (self._measured[method] + self._trust) if self._trust else average

@@ -94,7 +94,10 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
 
 
 def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
-    """Memory that a run takes at the very least, without taking it: parameters, three gradients of their size, and its memory."""
+    """Memory that a run takes at the very least, counted without building anything.
+
+    That is its parameters, three gradients of their size, and its episodic memory.
+    """
     pool = stream.pool
     with torch.device("meta"):
         parameters = sum(parameter.nbytes for parameter in recipe.setup().model().build(pool.x.shape[1], pool.shape, 1).parameters())

@@ -53,12 +53,18 @@ class Observer(Protocol):
     """Somebody who watches a study."""
 
     def running(self, jobs: list[Job]) -> None: ...
-    def steps(self, done: int, share: float, left: float | None) -> None: ...  # run-steps, share of the work, seconds
-    def held_up(self, what: str | None) -> None: ...  # what is being waited for, as long as that is so
     def stored(self, unit: Unit, record: Record) -> None: ...
     def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
     def finished(self, result: Result) -> None: ...
     def trouble(self, job: Job, what: str) -> None: ...
+
+    def steps(self, done: int, share: float, left: float | None) -> None:
+        """Run-steps and the share of the work that are done, and the seconds that are left."""
+        ...
+
+    def held_up(self, what: str | None) -> None:
+        """What is being waited for, told again and again as long as that is so."""
+        ...
 
 
 def check_device(device: str) -> str:
@@ -129,7 +135,8 @@ class _Study:
         self._costs = {name: packing.cost(source, recipe, name) for name in recipe.methods}
         self._packing = self._packing_of_all()
         self._done = 0  # run-steps of finished fleets
-        self._seen: dict[Future[Trained], tuple[int, float]] = {}  # run-steps of a fleet in training, and when that was
+        # Of fleets in training: run-steps, and when they were counted.
+        self._seen: dict[Future[Trained], tuple[int, float]] = {}
         self._forecast = Forecast({}, [])
         self._progress = _Progress(store.folder / PROGRESS)
 
@@ -190,12 +197,12 @@ class _Study:
         for future, job in self._running.items() if known else ():
             steps = known.get(job.name, 0)
             before, then = self._seen.get(future, (0, None))
-            if steps > 0:  # the first ones may come from a checkpoint, or after seconds of preparation
+            if steps > 0:  # the first come from a checkpoint, or after seconds of preparation
                 self._forecast.proceeded(_piece(job, steps - before), None if then is None else now - then)
                 self._seen[future] = steps, now
 
     def _left(self) -> list[Piece]:
-        """What is left of fleets in training, of those that wait, and the runs of methods that are still choosing."""
+        """What is left: of fleets in training, of waiting ones, and the runs of methods that choose."""
         seen = [(job, self._seen.get(future, (0, 0))[0]) for future, job in self._running.items()]
         jobs = [*seen, *((job, 0) for job in self._waiting)]
         left = [_piece(job, len(job.units) * self._steps[job.method, job.part] - steps) for job, steps in jobs]
@@ -205,11 +212,13 @@ class _Study:
         return left
 
     def _account(self, future: Future[Trained], job: Job, records: list[Record] | None) -> None:
-        """A fleet has ended, and its records are stored; None: it did not, and what it did counts for nothing."""
+        """A fleet has ended with records; None: it failed, and what it did counts for nothing."""
         seen = self._seen.pop(future, None)
         steps = len(job.units) * self._steps[job.method, job.part] if records is not None else 0
         self._done += steps
-        seconds = sum(record.seconds for record in records) if records is not None and seen is None else None  # all that is known from far away
+        seconds = None
+        if records is not None and seen is None:  # all that is known from far away
+            seconds = sum(record.seconds for record in records)
         self._forecast.proceeded(_piece(job, steps - (seen[0] if seen is not None else 0)), seconds)
 
     def _steps_of(self, name: str, part: Part) -> int:

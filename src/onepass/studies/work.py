@@ -33,7 +33,8 @@ from onepass.studies.store import Provenance, Unit, fleet_name
 
 log = logging.getLogger(__name__)
 
-SOON, AGAIN, LONGEST = 5.0, 600.0, 86400.0  # seconds of waiting for a GPU: until that is said, until it is repeated, and in all
+# Seconds of waiting for a GPU: until that is said, until it is repeated, and in all.
+SOON, AGAIN, LONGEST = 5.0, 600.0, 86400.0
 
 _one_fleet_at_a_time = threading.Lock()  # in a process: building a model sets the process's random seed for a moment
 
