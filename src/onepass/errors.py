@@ -84,8 +84,10 @@ def one_line(sentence: str) -> str:
     ('there is no a\\\\nb', 204)
     """
     if len(sentence) > LONGEST:
-        sentence = shortened(re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence), MOST)
-    return sentence if sentence.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+        sentence = re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence)
+    if not sentence.isprintable():
+        sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+    return shortened(sentence, MOST - 2)
 
 
 def shortened(text: str, most: int) -> str:

@@ -132,7 +132,7 @@ def temporary_name(name: str) -> str:
 
     This machine's locks say whether the process that writes it has ended.
     """
-    return f"{TEMPORARY}{digest(platform.node())[:8]}{digest(name)[:8]}"
+    return f"{TEMPORARY}{digest(platform.node())[:8]}{digest(os.fsencode(name))[:8]}"
 
 
 def _create(path: Path, mode: int) -> int:

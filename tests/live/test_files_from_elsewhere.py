@@ -177,7 +177,7 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
             OnePass.load(path, net())
     (tmp_path / "loop").symlink_to("loop")
     for odd in (tmp_path / "loop", tmp_path / ("x" * 300), "a\0b", tmp_path / "nothing"):
-        with pytest.raises(InputError, match="cannot (read|be)"):
+        with pytest.raises(InputError, match=r"cannot (read|be)"):
             OnePass.load(odd, net())
 
 
