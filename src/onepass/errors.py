@@ -83,10 +83,10 @@ def one_line(sentence: str) -> str:
     >>> one_line("there is no a\\nb"), len(one_line("no " + "x" * 5000))
     ('there is no a\\\\nb', 204)
     """
-    if len(sentence) > LONGEST:
-        sentence = re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence)
     if not sentence.isprintable():
         sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+    if len(sentence) > LONGEST:
+        sentence = re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence)
     return shortened(sentence, MOST - 2)
 
 
