@@ -61,7 +61,7 @@ def record(name: str, seed: int, hyperparameters: dict[str, float]) -> Record:
     return Record(
         seed=seed,
         hyperparameters=hyperparameters,
-        accuracy=TEST - 0.1 * seed,
+        accuracy=np.clip(TEST - 0.1 * seed, 0, 1),
         initial=TEST[0],
         curve=TEST,
         memory_accuracy=MEMORY if remembers else None,

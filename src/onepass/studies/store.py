@@ -163,8 +163,10 @@ class Store:
         arrays = self._arrays_of(stored.arrays)
         mine = {key.removeprefix(f"{unit}/"): value for key, value in arrays.items() if key.startswith(f"{unit}/")}
         try:
-            tasks = schema.tasks_of(mine, None if stored.diverged else stored.violations)
-            if self._tasks.setdefault(entry.unit.part, tasks) != tasks:
+            lengths = {entry.unit.part: schema.tasks_of(mine, stored.violations)}
+            if stored.violations is not None and not stored.diverged:
+                lengths[f"violations of {entry.unit.part}"] = len(stored.violations)
+            if any(self._tasks.setdefault(what, length) != length for what, length in lengths.items()):
                 raise DamagedError("other records of the study have another number of tasks")
         except DamagedError as reason:
             raise damaged(self.folder / "arrays" / stored.arrays, f"{unit}: {reason}") from None
