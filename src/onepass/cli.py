@@ -354,7 +354,7 @@ def _refuse_empty(arguments: list[str]) -> None:
     """An empty argument is mostly a variable that is not set; as a path it is the current folder."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         option, joined, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
-        if joined and not value.strip() and option != "--methods":  # has its own sentence
+        if joined and not value.strip() and option not in ("--methods", "--runs"):  # have their own sentences
             what = option if option.startswith("-") else "an argument"
             raise InputError(f"{what} is empty: give it a value (is a variable not set?); the current folder is '.'")
 
