@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,8 @@ KINDS = {
     "a-gem, heads that grow": Kind("a-gem", {"tasks": HEADS, "grow": True, "memory": Memory(per_task=5, examples=11)}, torch.optim.Adam, outputs=3),
     "a-gem, task-free": Kind("a-gem", {"task_free": True, "grow": True, "memory": Memory(bytes=6000, recent=2)}, torch.optim.Adam),
     "er, task-free regression": Kind("er", {"task_free": True, "memory": Memory(examples=9, recent=0)}, own_loss=True),
+    "er, held out": Kind("er", {"memory": Memory(per_task=6, examples=20, held_out=3)}),
+    "er, task-free, held out": Kind("er", {"task_free": True, "grow": True, "memory": Memory(examples=20, recent=2, held_out=3)}),
     "gem": Kind("gem", {"grow": True, "memory": Memory(per_task=5)}),
     "s-gem": Kind("s-gem", {"memory": Memory(per_task=6, examples=13, where="cpu")}, momentum),
     "mega-1, regression": Kind("mega-1", {"memory": Memory(per_task=8)}, own_loss=True),
@@ -115,7 +118,9 @@ def check_memory(memory: LiveMemory, steps: int) -> None:
     for group, members in memory._members.items():
         assert all(memory._group[row] == group for row in members)
         assert memory._seen[group] >= len(members)
-    visible = set(memory._visible)
+    visible, apart = set(memory._visible), {row for row in rows if memory._group[row][1] < 0}
+    assert not visible & apart
+    assert not apart or max(Counter(memory._group[row] for row in apart).values()) <= plan.held_out
     assert len(visible) == len(memory._visible) == memory.visible
     position = {row: place for row, place in enumerate(memory._position) if place >= 0}
     assert position == {row: place for place, row in enumerate(memory._visible)}
@@ -126,6 +131,8 @@ def check_memory(memory: LiveMemory, steps: int) -> None:
         assert not fresh
         coming = {divmod(one, 2**SHIFT) for one in memory._coming}
         for row in rows:
+            if row in apart:
+                continue
             if row in visible:
                 assert memory._arrived[row] <= steps - plan.recent
             else:
@@ -133,10 +140,11 @@ def check_memory(memory: LiveMemory, steps: int) -> None:
     else:
         assert not memory._coming
         assert not fresh & visible
-        assert fresh | visible == set(rows)
+        assert fresh | visible | apart == set(rows)
         assert all(memory._group[row][0] == memory.task for row in fresh)
-        assert max(memory.counts().values(), default=0) <= plan.per_task
+        assert max(memory.counts().values(), default=0) <= plan.per_task + plan.held_out
     assert sum(memory.counts().values()) == memory.size
-    assert sorted(row for found in memory.groups().values() for row in found) == sorted(visible)
+    measured = {row for found in memory.groups().values() for row in found}
+    assert measured <= apart if plan.held_out else measured == visible
     assert plan.examples is None or memory.size <= plan.examples
     assert plan.bytes is None or memory.nbytes <= plan.bytes
