@@ -152,13 +152,15 @@ def test_a_study_without_workers_says_so_and_stops_after_a_while(
 
 @pytest.mark.usefixtures("quick_limits")
 def test_a_scheduler_that_falls_silent_is_noticed(empty: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
     with executor(1, 1, empty.scheduler_address) as where:
-        monkeypatch.setattr(where._client, "nthreads", lambda: time.sleep(60))  # type: ignore[attr-defined]
+        monkeypatch.setattr(where._client, "nthreads", lambda: over.wait(60))  # type: ignore[attr-defined]
         time.sleep(0.7)
         assert where.held_up() == f"the Dask scheduler at {empty.scheduler_address} does not answer; waiting for up to 60 seconds"
         monkeypatch.setattr(cluster_module, "SILENT", 0.5)
         with pytest.raises(InputError, match=r"has not answered for 0\.5 seconds: start it anew"):
             where.held_up()
+    over.set()
 
 
 @pytest.fixture

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from crafted import mutations, taken_from, written_to
+from fuzzing import limited
 from onepass.cli import main
 
 SMALL = "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[4] --set grids.van.learning_rate=0.1"
@@ -37,24 +35,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def ended(command: list[str]) -> str:
     """The exit code of a command, or what it was that came instead."""
     try:
-        with at_most(SECONDS):
+        with limited(SECONDS):
             main(command)
     except SystemExit as end:
         return str(end.code or 0)

@@ -151,6 +151,8 @@ class Cluster:
         while not self._closing.wait(LOOK):
             with suppress(Exception):  # that nothing was heard is noticed
                 there = self._client.nthreads()
+                if self._closing.is_set():
+                    return
                 self._answered = time.monotonic()
                 if there:
                     self._peopled, self.workers = self._answered, len(there)
