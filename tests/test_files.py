@@ -22,10 +22,10 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.fixture
-def private() -> Iterator[None]:
-    before = os.umask(0o077)
-    yield
+@pytest.fixture(params=[0o077, 0o027, 0o002])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
     os.umask(before)
 
 
@@ -38,10 +38,10 @@ def test_a_file_keeps_its_mode(had: int, tmp_path: Path) -> None:
     assert (path.read_bytes(), mode(path)) == (b"new", had)
 
 
-def test_a_new_file_obeys_the_umask(private: None, tmp_path: Path) -> None:
+def test_a_new_file_obeys_the_umask(umask: int, tmp_path: Path) -> None:
     files.write(tmp_path / "new", b"")
     files.write_json(tmp_path / "new.json", {})
-    assert (mode(tmp_path / "new"), mode(tmp_path / "new.json")) == (0o600, 0o600)
+    assert (mode(tmp_path / "new"), mode(tmp_path / "new.json")) == (0o666 & ~umask, 0o666 & ~umask)
 
 
 def test_a_private_file_is_private_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
