@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from scipy import stats
@@ -19,6 +22,32 @@ def test_draws_leave_torchs_own_generator_alone() -> None:
     before = torch.get_rng_state()
     Source([1], Purpose.REFERENCE).sample(0, [1000], 10)
     assert torch.equal(before, torch.get_rng_state())
+
+
+STANDING_STILL = """
+import gc, sys, threading, time, torch
+from onepass.draws import torch_seeded
+
+class Garbage:  # Python collects it while torch makes the object of a state, and runs another thread
+    def __init__(self): self.me = self
+    def __del__(self): sum(range(50))
+
+def seed():
+    while time.monotonic() < end:
+        Garbage()
+        with torch_seeded(1, torch.device("cpu")): pass
+
+gc.set_threshold(50)
+sys.setswitchinterval(1e-5)
+end = time.monotonic() + 3
+threads = [threading.Thread(target=seed) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_threads_that_seed_torch_do_not_stand_still() -> None:
+    subprocess.run([sys.executable, "-c", STANDING_STILL], check=True, timeout=60)
 
 
 def test_known_values_stay_what_they_are() -> None:

@@ -9,6 +9,8 @@ The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast spl
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -16,6 +18,10 @@ from functools import cache
 
 import torch
 from torch import Tensor
+
+# Torch locks a generator while it makes the Python object of its state. That may collect garbage, and
+# so let another thread run; if that one asks for the state too, the process stands still for ever.
+_one_thread = threading.RLock()
 
 
 class Purpose(IntEnum):
@@ -199,14 +205,31 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[list[torch.Generat
     """Torch's own generators start from `seed` inside, and are as before outside: for layers that draw from them."""
     # Not by torch.manual_seed and fork_rng: they look after every kind of device there is, at many times the cost of a small step.
     generators = [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else [])]
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
+    before = states_of(generators)
+    with _one_thread:
+        for generator in generators:
+            generator.manual_seed(seed)
     try:
         yield generators
     finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        with _one_thread:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Where torch's own generators are."""
+    with _one_thread:
+        return [generator.get_state() for generator in generators]
+
+
+def _in_child() -> None:
+    """A child has only the thread that forked."""
+    global _one_thread
+    _one_thread = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def uniform_at(key: Tensor, index: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from onepass.draws import Purpose, Source
+from onepass.draws import Purpose, Source, torch_seeded
 from onepass.engine.answers import Answers
 from onepass.engine.architecture import Architecture, Prepare
 from onepass.engine.branches import lane
@@ -136,8 +136,7 @@ class Fleet:
         return carry
 
     def _build(self, build: Build, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int(Source([seed], Purpose.INITIAL).bits(self._generation, 1)))
+        with torch_seeded(int(Source([seed], Purpose.INITIAL).bits(self._generation, 1)), torch.device("cpu")):
             return build()
 
     def _assemble(self, modules: list[nn.Module]) -> None:

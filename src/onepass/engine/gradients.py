@@ -222,7 +222,7 @@ class Gradients:
         way = "stacked" if stacked else "traced"
         try:
             if key not in self._unjudged:
-                with torch.random.fork_rng():  # tracing runs the model once
+                with torch_seeded(0, arguments[0].device):  # tracing runs the model once
                     made, is_new = self._traced(row, arguments, outputs, stacked)
                 self._unjudged[key] = _Unjudged(made, is_new, asked=8 if stacked else 8 + 2 * self._rows)
             one = self._unjudged[key]
