@@ -20,6 +20,7 @@ import numpy as np
 
 from onepass.devices import is_device, pour
 from onepass.errors import InputError
+from onepass.interrupts import Opened
 
 TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
 _UNFINISHED = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{16}(-[0-9a-f]{16})?")
@@ -70,7 +71,8 @@ def write(path: Path, content: bytes) -> None:
     """
     try:
         if is_device(path):
-            pour(path, content)
+            with Opened():  # a pipe may never be read
+                pour(path, content)
             return
         path = resolved(path)
         before = path.stat() if path.exists() else None

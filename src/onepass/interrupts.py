@@ -18,12 +18,36 @@ import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # whose handlers commonly raise
+# Those whose handlers commonly raise, or save what there is (schedulers of clusters send them in time).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _depth = 0  # how many `Held` the main thread is in
 _open = False  # is it in `Opened` inside them?
-_before: dict[int, Any] = {}  # the handlers that ours stands in for
 _pending: list[int] = []
+
+
+class _StandIn:
+    """Our handler of a signal, in the place of another one.
+
+    It knows that one itself: a handler of the user's own may call this one later on.
+    """
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _depth == 0:
+            self.handler(number, frame)
+        else:
+            if number not in _pending:
+                _pending.append(number)
+            if _open:
+                _strike()
+
+
+_ours: dict[int, _StandIn] = {}  # by the number of the signal
 
 
 class Held:
@@ -79,32 +103,25 @@ def _install() -> None:
     for number in SIGNALS:
         handler = _signal.getsignal(number)
         # Without a handler in Python, a signal is ignored or ends the process: it cannot raise.
-        if callable(handler) and handler is not _handle:
-            _before[number] = handler
-            _signal.signal(number, _handle)
+        if isinstance(handler, _StandIn):  # left by an interrupt that struck while it was put back
+            _ours[number] = handler
+        elif callable(handler):
+            if number not in _ours or _ours[number].handler is not handler:
+                _ours[number] = _StandIn(handler)
+            _signal.signal(number, _ours[number])
 
 
 def _uninstall() -> None:
     # A handler that is back may raise here. Ours then stays for the others, and passes signals on.
-    for number, handler in _before.items():
-        if _signal.getsignal(number) is _handle:  # not one that the user has set inside
-            _signal.signal(number, handler)
-
-
-def _handle(number: int, frame: FrameType | None) -> None:
-    if _depth == 0:
-        _before[number](number, frame)
-    else:
-        if number not in _pending:
-            _pending.append(number)
-        if _open:
-            _strike()
+    for number, ours in _ours.items():
+        if _signal.getsignal(number) is ours:  # not one that the user has set inside
+            _signal.signal(number, ours.handler)
 
 
 def _strike() -> None:
     """Raise a Ctrl-C that has come, in code of the user inside `Held`."""
     global _open
-    if signal.SIGINT in _pending and _before.get(signal.SIGINT) is signal.default_int_handler:
+    if signal.SIGINT in _pending and _ours[signal.SIGINT].handler is signal.default_int_handler:
         _open = False  # what was begun is undone without another interrupt
         _pending.remove(signal.SIGINT)
         raise KeyboardInterrupt

@@ -41,7 +41,7 @@ def _handlers_stay() -> Iterator[None]:
     left = [signal.getsignal(number) for number in interrupts.SIGNALS]
     for number, handler in own.items():
         signal.signal(number, handler)
-    assert interrupts._handle not in left
+    assert not any(isinstance(handler, interrupts._StandIn) for handler in left)
     assert (interrupts._depth, interrupts._open, interrupts._pending) == (0, False, [])
 
 
@@ -131,6 +131,52 @@ def test_what_a_handler_saves_is_a_learner_before_a_batch_or_after_it(tmp_path: 
     assert heard == [signal.SIGTERM]
     assert (tmp_path / "saved").read_bytes() == after
     assert packed(learner) == after
+
+
+@pytest.mark.parametrize("struck", [False, True], ids=["set inside", "after an interrupt of the end"])
+def test_a_handler_may_call_the_one_that_it_found(struck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if struck:  # before the handlers were put back
+        monkeypatch.setattr(interrupts, "_uninstall", bool)
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    with Held():
+        found = signal.getsignal(signal.SIGTERM)
+        assert callable(found)
+        if not struck:
+            signal.signal(signal.SIGTERM, lambda number, frame: found(number, frame))
+    monkeypatch.undo()
+    if struck:
+        found = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: found(number, frame))  # type: ignore[operator]
+    for _ in range(3):
+        with Held():
+            send(signal.SIGTERM)
+        send(signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 6
+
+
+@pytest.mark.parametrize("kind", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_what_a_cluster_sends_before_its_time_is_up_is_heard_after_the_batch(kind: signal.Signals) -> None:
+    signal.signal(kind, out_of_time)
+    module = Calling()
+    learner = OnePass(module, learning_rate=0.1)
+    module.then = lambda: send(kind)
+    with pytest.raises(TooLateError):
+        learner.observe(*stream()[0])
+    assert learner.steps == 1
+
+
+def test_a_pipe_that_nobody_reads_can_be_interrupted(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1)
+    learner.observe(*stream()[0])
+    timer = threading.Timer(0.3, send, [signal.SIGINT])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        learner.save(tmp_path / "pipe")
+    assert time.monotonic() - began < 20
+    timer.join()
 
 
 def test_a_handler_may_ask_while_the_main_thread_waits_for_its_turn() -> None:
