@@ -100,15 +100,25 @@ def test_the_budget_is_never_exceeded_and_every_class_has_exemplars(budget: int)
     for k in range(4):
         keep(one, k)
         room = budget // (2 * k + 2)
-        assert learner.x.shape[:3] == (3, 2 * k + 2, room)
+        assert learner.x.shape[:2] == (3, 2 * k + 2)
+        assert learner.held.max() <= learner.x.shape[2] <= room
         assert learner.held.shape == (3, 2 * k + 2)
         sizes = torch.tensor([[len(shown(feed, slot // 2, slot, r)) for slot in range(2 * k + 2)] for r in range(3)])
         assert torch.equal(learner.held, sizes.clamp(max=room))
         assert learner.held.min() >= 1
         assert learner.held.sum(1).max() <= budget
         if k:
-            assert torch.equal(learner.x[:, : 2 * k], before[:, :, :room])  # the first ones, in their order
+            places = min(room, before.shape[2])
+            assert torch.equal(learner.x[:, : 2 * k, :places], before[:, :, :places])  # the first ones, in their order
         before = learner.x
+
+
+def test_settings_beyond_all_examples_take_no_room_for_more() -> None:
+    one = made(exemplars=2**31, reference_batch=2**31)
+    learn(one, range(3))
+    feed, _, learner = one
+    assert learner.x.shape[2] <= max(max(feed.lengths(k)) for k in range(3))
+    assert learner.exemplars().slots.shape[1] == learner.x.shape[1] * learner.x.shape[2]
 
 
 def test_exemplars_are_training_examples_of_their_own_class_and_run_once_each() -> None:

@@ -126,8 +126,9 @@ class ICarl(Learner):
         return g
 
     def exemplars(self) -> Batch:
-        """A random batch of exemplars, drawn independently."""
-        place = (self._luck.uniform(self.fleet.step, self.reference_batch) * self.held.sum(1, keepdim=True)).long()
+        """A random batch of exemplars, drawn independently: not more than there are places for."""
+        count = min(self.reference_batch, self.x.shape[1] * self.x.shape[2])
+        place = (self._luck.uniform(self.fleet.step, count) * self.held.sum(1, keepdim=True)).long()
         ends = self.held.cumsum(1)
         owner = torch.searchsorted(ends, place, right=True)
         within = place - (ends - self.held).gather(1, owner)
@@ -151,14 +152,17 @@ class ICarl(Learner):
         features = torch.cat([self._features(b) for b in pieces], 1)
         classes = self.fleet.slots.table[self.seen]
         room = self.budget // (len(self._slots) + len(classes))
-        kept, held = x.new_zeros(len(x), len(classes), room, *x.shape[2:]), []
+        places = min(room, max(self.x.shape[2], x.shape[1]))  # not more than there can be examples
+        kept, held = x.new_zeros(len(x), len(self._slots) + len(classes), places, *x.shape[2:]), []
+        if self.seen:
+            kept[:, : len(self._slots), : self.x.shape[2]] = self.x[:, :, :places]
         rows = torch.arange(len(x), device=x.device)[:, None]
-        for c, slot in enumerate(classes):
+        for c, slot in enumerate(classes, start=len(self._slots)):
             members = (slots == slot) & real
             held.append(members.sum(1, keepdim=True).clamp(max=room))
             order = herd(features, members, int(held[-1].max()))
             kept[:, c, : order.shape[1]] = x[rows, order]
-        self.x = torch.cat([self.x[:, :, :room], kept], 1) if self.seen else kept
+        self.x = kept
         self.held = torch.cat([self.held.clamp(max=room), *held], 1)
 
     def end_task(self) -> None:
@@ -204,8 +208,8 @@ class ICarl(Learner):
         x, held, classes = state["x"], state["held"], sum(map(len, table[:seen]))
         if classes:
             kind, shape = example or (None, ())
-            places = self.budget // classes
-            sound = x.dtype == kind and x.shape == (self.fleet.runs, classes, places, *shape)
+            places = x.shape[2] if x.dim() > 2 else 0
+            sound = x.dtype == kind and x.shape == (self.fleet.runs, classes, places, *shape) and places <= self.budget // classes
             sound = sound and bool(x.isfinite().all()) and held.dtype == self.held.dtype and held.shape == (self.fleet.runs, classes)
             if not sound or not bool((held >= 0).all() and (held <= places).all() and (held.sum(1) > 0).all()):
                 return False
