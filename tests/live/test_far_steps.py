@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from live_bad import CLASSES, batch, refused
+from live_saving import OPTIMIZERS
 from onepass import InputError, OnePass
-from toys import FEATURES
+from onepass.live.saving import packed
+from toys import FEATURES, small_net
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -42,6 +46,39 @@ def test_a_step_of_half_precision_to_infinity_is_refused_and_leaves_no_trace(met
     learner.learning_rate = 1.0
     learner.observe(one, one)
     assert learner.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "says"),
+    [("momentum", 3e38, "parameters that are not finite"), *((name, 1e300, "overflow") for name in ("momentum", "Adam", "RMSprop", "Adagrad"))],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["the first step", "a later step"])
+def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(name: str, rate: float, says: str, first: bool) -> None:
+    module = small_net(CLASSES)
+    optimizer = OPTIMIZERS[name](module.parameters())
+    learner = OnePass(module, optimizer=optimizer, loss=lambda outputs, y: 1e6 * (outputs * y).sum())
+    x, y = torch.randn(8, FEATURES), torch.ones(8, CLASSES)
+    if not first:
+        learner.observe(x, y)
+    before, usual = packed(learner), optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = rate
+    with refused(learner, says, "nothing was learnt"):
+        learner.observe(x, y)
+    optimizer.param_groups[0]["lr"] = usual
+    assert packed(learner) == before
+
+
+def test_an_optimizer_that_fails_after_its_step_is_as_it_was() -> None:
+    class Failing(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise RuntimeError("of its own")
+
+    module = small_net(CLASSES)
+    learner = OnePass(module, optimizer=Failing(module.parameters()))
+    with refused(learner, "of its own"):
+        learner.observe(*batch())
+    assert not learner.fleet.optimizer.state  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("optimizer", [False, True])

@@ -57,16 +57,23 @@ def of_distributed_tensors() -> nn.Module:
     return distribute_module(small_net(CLASSES), init_device_mesh("cpu", (1,)))
 
 
+def replicated() -> nn.Module:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(small_net(CLASSES))
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (replicated, ("the module is a", "drift apart")),
         (distributed, ("the module is a DistributedDataParallel", "drift apart", "wrap the module inside it")),
         (distributed_part, ("layer '0' is a DistributedDataParallel",)),
         (sharded, ("FSDPModule", "drift apart")),
         (of_distributed_tensors, ("parameter '0.weight' is a DTensor", "one process")),
     ],
-    ids=["ddp", "a part of it", "fsdp", "dtensor"],
+    ids=["replicated", "ddp", "a part of it", "fsdp", "dtensor"],
 )
 def test_a_module_that_is_spread_over_processes_is_refused(make: Callable[[], nn.Module], words: tuple[str, ...]) -> None:
     with pytest.raises(InputError) as caught:
@@ -112,6 +119,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "scripted in part": (lambda: nn.Sequential(torch.jit.script(small_net(CLASSES)), nn.ReLU()), ("layer '0' is a TorchScript",)),
     "data parallel": (lambda: DataParallel(small_net(CLASSES)), ("DataParallel", "wrap the module inside it")),
     "sparse embedding": (lambda: Lookup(nn.Embedding(7, 5, sparse=True)), ("layer 'table'", "sparse=False")),
+    "weights that change when asked": (lambda: Lookup(nn.Embedding(7, 5, max_norm=0.5)), ("layer 'table' changes its weights", "without max_norm")),
+    "a bag that changes when asked": (lambda: Lookup(nn.EmbeddingBag(7, 5, max_norm=0.5)), ("layer 'table' changes its weights",)),
     "sparse bag": (lambda: Lookup(nn.EmbeddingBag(7, 5, sparse=True)), ("layer 'table'", "sparse=False")),
     "lazy buffer": (lambda: nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False)), ("buffer '1.running_mean'", "no shape yet")),
     "in inference mode": (made_in_inference_mode, ("inference mode", "outside")),

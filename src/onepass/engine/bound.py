@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.draws import Purpose, one_of_bits, torch_seeded
+from onepass.draws import Purpose, one_of_bits, states_of, torch_seeded
 from onepass.engine.architecture import Architecture
 from onepass.engine.fleet import Fleet, Output, Steps
 from onepass.engine.gradients import Gradients, Loss, Point
-from onepass.engine.modules import Buffers, apart, check, check_scalar, copied, driven, evaluating, in_groups, square
+from onepass.engine.modules import Buffers, apart, as_now, check, check_scalar, copied, driven, evaluating, in_groups, square
 from onepass.engine.purity import pure
 from onepass.errors import InputError
 from onepass.interrupts import Opened
@@ -296,9 +296,9 @@ class Bound(Fleet):
                 yield
                 return
             with torch_seeded(self.seed, self.device) as generators:
-                before = [generator.get_state() for generator in generators]
+                before = states_of(generators)
                 yield
-                self._draws = any(not torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True))
+                self._draws = not all(map(torch.equal, before, states_of(generators)))
 
     @contextmanager
     def _at(self, theta: Tensor | None, buffers: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -375,6 +375,7 @@ class Bound(Fleet):
         """Take the step, or none: an optimizer may do what it likes with the parameters."""
         if before is None and not self._stays_finite():
             before = self.theta.clone()
+        back = None if self.optimizer is None else as_now(self.optimizer)
         try:
             self._apply(direction)
             if before is not None and not math.isfinite(float(square(self.theta))) and not bool(self.theta.isfinite().all()):
@@ -382,6 +383,8 @@ class Bound(Fleet):
         except BaseException:
             if before is not None:
                 self.theta.copy_(before)
+            if back is not None:
+                back()
             raise
 
     def _stays_finite(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from onepass.errors import InputError
 from onepass.streams.batch import Batch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+PARALLEL = {"DistributedDataParallel", "DDP", "ReplicateModule", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
 def check(module: nn.Module) -> torch.device:
@@ -64,6 +64,8 @@ def _check_part(part: nn.Module, what: str) -> None:
         raise InputError(f"{what} is a TorchScript module, which cannot be trained in place: wrap the nn.Module it was made from")
     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
         raise InputError(f"{what} has sparse gradients, and a direction is dense: make it with sparse=False")
+    if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+        raise InputError(f"{what} changes its weights whenever it is asked: make it without max_norm, and scale what it returns")
 
 
 def _check_buffer(name: str, buffer: Tensor) -> None:
@@ -93,6 +95,27 @@ def driven(groups: list[list[int]] | None, parameters: Sequence[nn.Parameter], f
     if not found:
         raise InputError("the optimizer has none of the module's trainable parameters: make it from module.parameters()")
     return found
+
+
+def as_now(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What brings an optimizer back to where it is now, settings and state."""
+    groups, state = optimizer.param_groups, optimizer.state
+    settings = [{**group, "params": list(group["params"])} for group in groups]
+    states = {parameter: dict(own) for parameter, own in state.items()}
+    tensors = [value for own in states.values() for value in own.values() if isinstance(value, Tensor)]
+    values = [tensor.clone() for tensor in tensors]
+
+    def back() -> None:
+        for group, before in zip(groups, settings, strict=True):
+            group.clear()
+            group.update(before)
+        state.clear()
+        state.update(states)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+        optimizer.param_groups, optimizer.state = groups, state
+
+    return back
 
 
 def apart(view: Tensor) -> Tensor:

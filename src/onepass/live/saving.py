@@ -8,7 +8,7 @@ write, how much to reserve and what to call is the caller's to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.engine.modules import Buffers
+from onepass.engine.modules import Buffers, as_now
 from onepass.errors import InputError, is_out_of_memory
 from onepass.interrupts import Held
 from onepass.learners import method
@@ -210,7 +210,7 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     buffers = Buffers(parts)
     data = [(parameter, parameter.data) for parameter in module.parameters()]  # wrapping replaces it
     looks = [(part, dict(part._parameters), part.training, part.__dict__.get("out_features")) for part in parts]
-    back = None if optimizer is None else _as_now(optimizer)
+    back = None if optimizer is None else as_now(optimizer)
     try:
         yield
     except BaseException:
@@ -225,25 +225,6 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         if back is not None:
             back()
         raise
-
-
-def _as_now(optimizer: Optimizer) -> Callable[[], None]:
-    """What brings an optimizer back to where it is now.
-
-    Loading and growing replace its tensors and write into none.
-    """
-    groups, state = optimizer.param_groups, optimizer.state
-    settings, states = [{**group, "params": list(group["params"])} for group in groups], dict(state)
-
-    def back() -> None:
-        for group, before in zip(groups, settings, strict=True):
-            group.clear()
-            group.update(before)
-        state.clear()
-        state.update(states)
-        optimizer.param_groups, optimizer.state = groups, state
-
-    return back
 
 
 def _described(examples: Examples) -> dict[str, Any]:
