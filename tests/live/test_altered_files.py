@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from live_fuzz import CASES, content_of, same, shape_of, taken_apart
 from live_refusals import Change, changed, refusal, setting
 from live_saving import MIDDLE
 from onepass import InputError, OnePass
+from onepass.live.settings import read_tasks
 
 # ---- headers
 
@@ -45,13 +48,13 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("ewc", "memory", value) for value in ({"task": 0, "number": 0, "groups": [], "quota": []},)),
     *(("ewc", "learner/anchored", value) for value in (2, -1, True)),
     *(("icarl", "learner/seen", value) for value in (0, 2, 9)),
-    *(("icarl", "settings/own/exemplars", value) for value in (3, 100, 2**31)),
+    *(("icarl", "settings/own/exemplars", value) for value in (0, 3, 2**40)),
     *(("a-gem, ring", "memory/quota", value) for value in ([], [[0, 7], [0, 0]], [[2, 10**9], [3, 3]])),
     *(("a-gem", "memory/quota", value) for value in ([[0, 7]],)),
     *(("a-gem", "memory/task", value) for value in (0, 2)),
     *(("er, Adam", "optimizer/kind", value) for value in ("SGD", "eval", "x\ny")),
     *(("er, Adam", "optimizer/groups/0/lr", value) for value in ("0.1", -1, None, [0.1], 10**300)),
-    *(("er, Adam", "optimizer/groups/0/lr", {"tensor": number, "dtype": kind}) for number, kind in ((0.1, "load"), ("x", "float32"))),
+    *(("er, Adam", "optimizer/groups/0/lr", {"tensor": number, "dtype": kind}) for number, kind in ((1, "load"), ("x", "float32"), (2**63, "int64"))),
     *(("er, Adam", "optimizer/groups/0/betas", value) for value in ([2, 3], [0.9], 0.9, ["a", "b"], None)),
     *(("er, Adam", "optimizer/groups/0/amsgrad", value) for value in (True, 1, "x")),
     *(("er, Adam", "optimizer/groups/0/params", value) for value in ([0, 1, 2, 2], [3, 2, 1, 0], [], 4, ["0", "1", "2", "3"])),
@@ -62,6 +65,41 @@ WRONG: list[tuple[str, str, Any]] = [
 @pytest.mark.parametrize(("name", "place", "value"), WRONG, ids=[f"{place}={str(value)[:20]!a}" for _, place, value in WRONG])
 def test_a_header_with_right_checksums_that_cannot_be_is_one_sentence(name: str, place: str, value: Any, tmp_path: Path) -> None:
     refusal(changed(name, setting(place, value)), CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64], ids=str)
+def test_a_kind_of_number_that_no_batch_can_have_is_refused_in_header_and_tensors_alike(dtype: torch.dtype, tmp_path: Path) -> None:
+    def change(about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        about["examples"]["kinds"][0][0] = str(dtype).removeprefix("torch.")
+        for name in ("memory.examples.x", "sample.000"):
+            tensors[name] = tensors[name].abs().to(dtype)
+
+    refusal(changed("a-gem", change), CASES["a-gem"], tmp_path)
+
+
+@pytest.mark.parametrize("where", [np.array([1, 2]), torch.tensor([1, 2]), "", 3], ids=lambda where: type(where).__name__)
+def test_a_place_that_is_none_is_refused(where: Any, tmp_path: Path) -> None:
+    refusal(content_of("a-gem", MIDDLE), CASES["a-gem"], tmp_path, where=where)
+
+
+def test_as_many_tasks_as_a_file_can_name_are_read_at_once() -> None:
+    began = time.monotonic()
+    assert len(read_tasks({number: range(3) for number in range(20_000)})) == 20_000
+    assert len(read_tasks({number: range(3 * number, 3 * number + 3) for number in range(20_000)})) == 20_000
+    assert time.monotonic() - began < 5
+
+
+def test_settings_of_icarl_in_a_file_take_no_room_before_there_are_examples(tmp_path: Path) -> None:
+    case = CASES["icarl"]
+
+    def change(about: dict[str, Any], _: object) -> None:
+        about["settings"]["own"] |= {"exemplars": 2**31, "reference_batch": 2**31}
+
+    (tmp_path / "file").write_bytes(changed("icarl", change))
+    learner = case.load(tmp_path / "file")
+    case.run(learner, MIDDLE)
+    learner.end_task(again=[case.data(2, batch) for batch in range(3)])
+    assert learner.report()["memory_bytes"] < 100_000
 
 
 def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:

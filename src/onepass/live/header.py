@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, c
 from onepass.errors import InputError, first_line
 from onepass.learners import METHODS
 from onepass.live.container import AlteredError
-from onepass.live.inputs import KINDS, Examples
+from onepass.live.inputs import KEPT, KINDS, Examples
 from onepass.live.plan import Memory
 from onepass.live.settings import PRECISIONS, Name, read_settings, read_tasks
 
@@ -139,7 +139,7 @@ def _agreements(header: Header) -> list[tuple[bool, str]]:
         (not names or header.batches == 0 or header.task in names, "the task"),
         ((header.outputs is not None) == (begun and classifies), "the number of outputs"),
         ((looks is not None) == begun, "the kind of the examples"),
-        (looks is None or all(kind in KINDS for kind, _ in looks.kinds), "the kind of the examples"),
+        (looks is None or all(KINDS.get(kind) in KEPT for kind, _ in looks.kinds), "the kind of the examples"),
         (looks is None or all(math.prod(max(n, 1) for n in shape) < 2**59 for _, shape in looks.kinds), "the shape of the examples"),
         (looks is None or not classifies or looks.kinds[-1] == ("int64", []), "the kind of the labels"),
         (looks is None or len(looks.keywords) in (0, len(looks.kinds) - 1), "the names of the inputs"),
@@ -154,10 +154,7 @@ def check_settings(header: Header) -> dict[str, Any]:
 
     A name that is not one of them is refused, whatever else it names.
     """
-    found, own = METHODS[header.settings.method].learner, dict(header.settings.own)
-    known = {*found.hyperparameters, *(field.name for field in dataclasses.fields(found.options))}
-    if not own.keys() <= known:
-        raise AlteredError("a setting that the method does not have, in its header")
+    own = dict(header.settings.own)
     try:
         read_settings(header.settings.method, own)
         read_tasks(header.tasks)
@@ -172,10 +169,12 @@ def placed(header: Header, given: Mapping[str, Any], path: str) -> Memory:
 
     Only a place that needs no folder may come from the file.
     """
-    where, folder = given.get("where") or header.plan["where"], given.get("folder")
-    if where == "disk" and folder is None:
-        raise InputError(
-            f"{path} was saved with its memory on disk, and only you can say where that may be: give where='disk' and folder='…', "
-            "or where='cpu' or where='module'"
-        )
+    where, folder = given.get("where"), given.get("folder")
+    if where is None:
+        where = header.plan["where"]
+        if where == "disk" and folder is None:
+            raise InputError(
+                f"{path} was saved with its memory on disk, and only you can say where that may be: give where='disk' and folder='…', "
+                "or where='cpu' or where='module'"
+            )
     return Memory(**header.plan | {"where": where, "folder": folder})

@@ -174,7 +174,7 @@ def _given(value: Any, mine: Any) -> Any:
     try:
         if isinstance(value, dict):
             return _number(**value)
-    except (KeyError, TypeError, RuntimeError, OverflowError):
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
         raise AlteredError("a setting of its optimizer") from None
     if isinstance(value, list):
         parts = [_given(part, None) for part in value]

@@ -127,11 +127,13 @@ def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
         raise wrong
     for name in table:
         check_named(name)
-    for one in table.values():
-        for other in table.values():
-            if set(one) & set(other) and one != other:
+    owners: dict[int, tuple[int, ...]] = {}
+    for one in dict.fromkeys(table.values()):
+        for c in one:
+            other = owners.setdefault(c, one)
+            if other is not one:
                 raise InputError(
-                    f"tasks with the classes {shown(one)} and {shown(other)} overlap in part: two tasks have the same outputs or none in common"
+                    f"tasks with the classes {shown(other)} and {shown(one)} overlap in part: two tasks have the same outputs or none in common"
                 )
     return table
 
