@@ -103,7 +103,7 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
         "flags": [p.requires_grad for p in module.parameters()],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
         "learner": ({name: t.clone() for name, t in learner.learner.state().items()}, learner.learner.counters()),
-        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters(), dict(memory._quota)),
+        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters(), memory._sharing),
         "place": (learner.steps, learner.violations, learner.segment, learner.batches, learner.task, learner.outputs, learner.examples),
         "luck": torch.get_rng_state(),
     }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 LONGEST = 400  # characters of a name that are shown whole: paths seldom have more
@@ -32,13 +31,19 @@ class LearntError(RuntimeError):
     """
 
 
-@contextmanager
-def already(done: str) -> Iterator[None]:
+class already:  # noqa: N801 - used like a function
     """An error inside comes after `done`, and its message says so."""
-    try:
-        yield
-    except Exception as reason:
-        raise LearntError(f"{done}, and then something failed ({first_line(reason)}): mend that, and go on with what comes next") from reason
+
+    # No generator: `contextlib` would raise a StopIteration again in the place of our error.
+    def __init__(self, done: str) -> None:
+        self._done = done
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, reason: BaseException | None, _: object) -> None:
+        if isinstance(reason, Exception):
+            what = f"{self._done}, and then something failed ({first_line(reason)})"
+            raise LearntError(f"{what}: mend that, and go on with what comes next") from reason
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,48 @@ def test_a_watch_that_fails_does_not_keep_the_file_from_being_saved(tmp_path: Pa
     with pytest.raises(LearntError, match="of my own"):
         learner.observe(*stream()[0])
     assert OnePass.load(tmp_path / "saved", small_net(CLASSES)).steps == 1
+
+
+def test_an_error_that_generators_treat_specially_is_a_learnt_error_too() -> None:
+    reports = iter([])
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=lambda _: next(reports), watch_every=1)
+    with pytest.raises(LearntError) as caught:
+        learner.observe(*stream()[0])
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert learner.steps == 1
+
+
+class Strict(logging.Handler):
+    """Takes every record for an error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise LookupError(record.getMessage())
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    handler = Strict(logging.WARNING)
+    logging.getLogger("onepass").addHandler(handler)
+    yield
+    logging.getLogger("onepass").removeHandler(handler)
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("what", ["the stream seems to repeat", "no task has ended"])
+def test_a_handler_of_the_log_that_raises_comes_after_the_batch(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onepass.live.advice.PATIENCE", 3)
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, autosave=tmp_path / "saved", task_free=what.startswith("the"))
+    x, y = stream()[0]
+    said = []
+    for number in range(4):
+        try:
+            learner.observe(x if what.startswith("the") else x + number, y)
+        except LearntError as error:
+            said.append(str(error))
+        assert learner.steps == learner.batches == number + 1
+        assert OnePass.load(tmp_path / "saved", small_net(CLASSES)).steps == number + 1
+    assert len(said) == 1
+    assert what in said[0]
 
 
 def test_a_refused_batch_is_an_input_error_and_no_learnt_error(learner: OnePass) -> None:

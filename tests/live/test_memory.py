@@ -163,6 +163,22 @@ def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_cla
     assert real_bytes(memory) + lists <= budget
 
 
+@pytest.mark.parametrize("policy", ["ring", "class-reservoir", "class-balanced"])
+def test_classes_that_may_come_take_no_room_before_they_do(policy: Policy) -> None:
+    module = nn.Linear(2, 20_000)
+    learner = OnePass(module, "er", learning_rate=1e-4, memory=Memory(bytes=50_000, policy=policy, per_task=10**6))
+    learner.observe(torch.randn(5, 2), torch.arange(5))
+    assert learner.memory is not None
+    gc.collect()
+    tracemalloc.start()
+    try:
+        learner.memory.begin_task(0)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 20_000
+
+
 def test_a_memory_that_held_more_than_it_may_goes_on_from_its_file_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Memory(bytes=100 * EACH, recent=2)
     memory, offered = memory_of(plan, "class-balanced", task_free=True), Offered()

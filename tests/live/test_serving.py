@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from live_wrapper import CLASSES
-from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass import InputError, LearntError, Memory, OnePass, OnePassClassifier
 from onepass.live.exclusive import Exclusive
 from onepass.live.saving import packed
 from toys import FEATURES, Normed, small_net
@@ -299,6 +299,63 @@ def test_a_classifier_can_be_copied_while_another_thread_learns() -> None:
                 learner.partial_fit(*rows(range(label, label + 1), 20))
             learner.fit(*rows(range(2)))
         until(lambda: min(counts) > 0)
+
+
+def test_two_learners_that_ask_each_other_do_not_wait_for_ever() -> None:
+    gate = threading.Barrier(2)
+    learners: list[OnePass] = []
+
+    def asking_the(other: int) -> Callable[[object], None]:
+        def ask(_: object) -> None:
+            gate.wait(30)
+            learners[other].predict(torch.randn(2, FEATURES))
+
+        return ask
+
+    def learn_once(learner: OnePass) -> None:
+        try:
+            learner.observe(torch.randn(5, FEATURES), torch.arange(5) % CLASSES)
+        except LearntError as error:
+            refusals.append(error)
+
+    for other in (1, 0):
+        learners.append(OnePass(small_net(CLASSES), learning_rate=0.1, watch=asking_the(other), watch_every=2))
+        learn_once(learners[-1])
+    refusals: list[LearntError] = []
+    threads = [threading.Thread(target=learn_once, args=[learner], daemon=True) for learner in learners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(refusals) == 1
+    assert "two learners wait for each other" in str(refusals[0])
+    assert [learner.steps for learner in learners] == [2, 2]
+    assert all(learner._alone._owner is None and not learner._alone._queue for learner in learners)
+
+
+def test_a_module_that_teaches_its_own_learner_is_refused() -> None:
+    class Teaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES)
+            self.then: Callable[[], object] = bool
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.then()
+            out: Tensor = self.layer(x)
+            return out
+
+    module = Teaching()
+    learner = OnePass(module, learning_rate=0.1)
+    x, y = torch.randn(5, FEATURES), torch.arange(5) % CLASSES
+    learner.observe(x, y)
+    before = packed(learner)
+    for then in (lambda: learner.observe(x, y), learner.end_task):
+        module.then = then
+        with pytest.raises(InputError, match="in the middle of a batch"):
+            learner.observe(x, y)
+        assert packed(learner) == before
 
 
 @pytest.mark.long

@@ -9,6 +9,10 @@ from collections import deque
 from onepass.errors import InputError
 from onepass.interrupts import Held, Opened
 
+# Which lock each waiting thread waits for: two learners may ask each other, in callbacks.
+_waiting: dict[int, Exclusive] = {}
+_changing = threading.Lock()
+
 
 class Exclusive:
     """A context for one thread at a time, first come, first served; a thread may enter again.
@@ -60,6 +64,11 @@ class Exclusive:
 
     def _wait(self, turn: threading.Lock, me: int) -> None:
         try:
+            with _changing:
+                _waiting[me] = self
+                circular = self._waits_for(me)
+            if circular:
+                raise InputError("two learners wait for each other: call one from the watch or the module of the other in a single thread only")
             with Opened():
                 turn.acquire()
         except BaseException:
@@ -70,6 +79,19 @@ class Exclusive:
             if not waiting:  # the turn had come already
                 self._pass_on()
             raise
+        finally:
+            _waiting.pop(me, None)
+
+    def _waits_for(self, me: int) -> bool:
+        """Whether the thread inside waits for another learner, and so on, until one waits for `me`."""
+        lock: Exclusive | None = self
+        while lock is not None:
+            owner = lock._owner
+            if owner is None or owner == me:
+                return owner == me and lock is not self
+            waits = _waiting.get(owner)
+            lock = None if waits is lock else waits  # its turn has just come
+        return False
 
     def _pass_on(self) -> None:
         with self._own:
@@ -84,3 +106,13 @@ class Exclusive:
                 "this process was forked while another thread used the learner: fork between two calls, or load a saved file in the child"
             )
         self._process, self._own, self._queue = os.getpid(), threading.Lock(), deque()
+
+
+def _in_child() -> None:
+    """A child has none of the threads that wait."""
+    global _changing
+    _waiting.clear()
+    _changing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)

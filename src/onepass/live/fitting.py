@@ -16,6 +16,7 @@ from onepass.live.container import AlteredError
 from onepass.live.growth import check_head
 from onepass.live.header import LARGE, Header
 from onepass.live.inputs import THOUSANDS, Kind, kind_of
+from onepass.live.memory import even_shares
 from onepass.live.plan import Memory
 
 TABLE = 2**24  # entries of the table of which outputs compete, for a small module
@@ -136,8 +137,9 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
         yield not bool(slots.any() or named.any()) and bool((labels >= -1).all()), "the labels"
     yield not balanced or torch.equal(label_of[~aside], slots[~aside]), "the groups"
     shared = plan.policy in ("class-reservoir", "ring")
-    yield len({label for label, _ in kept.quota}) == len(kept.quota), "the shares"
-    yield sum(share for _, share in kept.quota) == (plan.per_task if shared else 0) and (shared or not kept.quota), "the shares"
+    sharing = [label for label, _ in kept.quota]
+    yield len(set(sharing)) == len(sharing) and bool(sharing) == shared, "the shares"
+    yield list(map(list, kept.quota)) == even_shares(sharing, plan.per_task), "the shares"
 
     visible, fresh, coming = tensors["visible"], tensors["fresh"], tensors["coming"]
     yield _within(tensors["arrived"], 1, number) and len(tensors["arrived"]) == rows, "the times"

@@ -50,6 +50,16 @@ class Numbers:
         return self._made[place]
 
 
+def even_shares(classes: Sequence[int], rows: int) -> list[list[int]]:
+    """Each class with its share of the rows; the first ones have what is left over.
+
+    >>> even_shares((4, 7, 9), 11)
+    [[4, 4], [7, 4], [9, 3]]
+    """
+    share, rest = divmod(rows, max(len(classes), 1))
+    return [[label, share + (place < rest)] for place, label in enumerate(classes)]
+
+
 class LiveMemory:
     """The memory of one run, with the interface of `EpisodicMemory`. `classes()` tells which classes the current task can have.
 
@@ -76,7 +86,7 @@ class LiveMemory:
         self._rows: Tensor | None = None  # `_visible` as a tensor
         self._in_order = False  # is it 0, 1, 2, …?
         self._ahead = Ahead(Source([fleet.seed], Purpose.REFERENCE))
-        self._quota: dict[int, int] = {}
+        self._sharing: Sequence[int] = ()  # the classes that the room of a task is shared by
         self._most: int | None = None  # rows at most, if there is a limit,
         self._spare = 0  # and bytes for what is noted of them
         self._limit: int | None = None  # rows at most while there are as many groups as now
@@ -92,9 +102,7 @@ class LiveMemory:
         self._luck = Numbers(self.fleet.seed, Purpose.RESERVOIR, task)
         self._coin = Numbers(self.fleet.seed, Purpose.HELD_OUT, task)
         if self.policy in ("class-reservoir", "ring"):
-            classes = self._classes()
-            share, rest = divmod(self.plan.per_task, len(classes))
-            self._quota = {c: share + (i < rest) for i, c in enumerate(classes)}
+            self._sharing = self._classes()
 
     def observe(self, batch: Batch) -> None:
         self._pending = batch
@@ -166,6 +174,10 @@ class LiveMemory:
         if self.task_free:
             self._let_ripen()
         self._fit()
+
+    def tell(self) -> None:
+        """Log what the user should know of the examples."""
+        self._repeats.tell()
 
     def discard(self) -> None:
         """The step is over."""
@@ -269,12 +281,19 @@ class LiveMemory:
                 return self._replace(group, int(luck * seen))
             # What is held out has no part in the share of a task.
             return self._make_room(self._largest(group[0], among_held_out=self.task_free), group, luck)
-        quota = self._quota.get(group[1], 0) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
+        quota = self._share(group[1]) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
         if seen <= quota:
             return self._new(group, luck)
         if quota == 0:
             return None
         return self._replace(group, int(luck * seen))
+
+    def _share(self, label: int) -> int:
+        """The rows of one of the classes that share the room of a task. They are not noted: there may be many more classes than rows."""
+        if label not in self._sharing:
+            return 0
+        share, rest = divmod(self.plan.per_task, len(self._sharing))
+        return share + (self._sharing.index(label) < rest)
 
     def _new(self, group: Group, luck: float) -> int | None:
         """A row of its own: an empty one, or that of a member of the largest group of the task that has most."""
@@ -443,13 +462,15 @@ class LiveMemory:
 
     def counters(self) -> dict[str, Any]:
         groups = [[*group, len(rows), self._seen[group]] for group, rows in self._members.items()]
-        return {"task": self.task, "number": self._number, "groups": groups, "quota": [list(pair) for pair in self._quota.items()]}
+        shares = even_shares(self._sharing, self.plan.per_task)
+        return {"task": self.task, "number": self._number, "groups": groups, "quota": shares}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Go on from a saved `state()` and `counters()`. Room comes with examples: a limit that a file names reserves nothing."""
         self._reserves = False
         self.begin_task(counters["task"])
-        self._number, self._quota = counters["number"], {int(label): int(share) for label, share in counters["quota"]}
+        sharing = tuple(int(label) for label, _ in counters["quota"])
+        self._number, self._sharing = counters["number"], range(len(sharing)) if sharing == tuple(range(len(sharing))) else sharing
         if not state:
             return
         columns = {name.removeprefix("examples."): state[name] for name in sorted(state) if name.startswith("examples.")}

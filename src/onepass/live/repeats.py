@@ -25,10 +25,11 @@ class Repeats:
     def __init__(self) -> None:
         self._table = array("q", bytes(8 * PLACES))
         self._again = 0
+        self._told = False
 
     def __copy__(self) -> Repeats:
         twin = Repeats()
-        twin._table, twin._again = self._table[:], self._again
+        twin._table, twin._again, twin._told = self._table[:], self._again, self._told
         return twin
 
     def note(self, columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
@@ -39,13 +40,16 @@ class Repeats:
             place = found % PLACES
             self._again += self._table[place] == found
             self._table[place] = found
-            if self._again >= ENOUGH:
-                log.warning(
-                    "%d examples entered the memory that were in it before, so the stream seems to repeat, and the memory fills with copies: "
-                    "show each example once (ignore this where examples are alike by nature)",
-                    ENOUGH,
-                )
-                return
+
+    def tell(self) -> None:
+        """Say it, once. Not in `note`: a handler of the log may raise, and that is in the middle of a change."""
+        if self._again >= ENOUGH and not self._told:
+            self._told = True
+            log.warning(
+                "%d examples entered the memory that were in it before, so the stream seems to repeat, and the memory fills with copies: "
+                "show each example once (ignore this where examples are alike by nature)",
+                self._again,
+            )
 
     def remember(self, columns: Mapping[str, Tensor], size: int) -> None:
         """The examples of a restored memory."""

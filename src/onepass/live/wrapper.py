@@ -167,7 +167,7 @@ class OnePass:
         """
         with self._alone:
             began = time.perf_counter()
-            self.fleet.intact()
+            self._check_outside()
             batch, labels, kind = self._read(x, y)
             name, crossing = which(self, task)
             self._check_labels(labels, name)
@@ -182,15 +182,29 @@ class OnePass:
                 self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
             self.batches += 1
             loss = self.fleet.loss_before
-            if self.advice.wanted:
-                self.advice.after(labels, loss)
             with already("the batch was learnt"):
                 try:
                     self._watch.after(len(labels), loss, time.perf_counter() - began)
                 finally:
-                    if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
-                        self.save(self._autosave)
+                    try:
+                        self._advise(labels, loss)
+                    finally:
+                        if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
+                            self.save(self._autosave)
             return loss
+
+    def _advise(self, labels: list[int], loss: float) -> None:
+        """Log what the user should know; a handler of the log may raise."""
+        if self.advice.wanted:
+            self.advice.after(labels, loss)
+        if self.memory is not None:
+            self.memory.tell()
+
+    def _check_outside(self) -> None:
+        """Raise unless a batch can be learnt now."""
+        if self.fleet.tick is not None:
+            raise InputError("the learner is in the middle of a batch: do not call observe() or end_task() in its own module or loss")
+        self.fleet.intact()
 
     def _begin(self, batch: Batch, labels: list[int], task: Name | None, crossing: bool) -> None:
         """What comes before a batch of a new task, or with new classes, or before the very first one."""
@@ -250,7 +264,7 @@ class OnePass:
                 raise InputError("this stream was declared task-free: there is no task to end")
             if self.batches == 0:
                 raise InputError("no batch was observed since the last task ended: observe some before end_task()")
-            self.fleet.intact()
+            self._check_outside()
             with or_as_before(self):
                 self._end(again)
             if self._autosave is not None:
