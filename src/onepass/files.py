@@ -1,7 +1,8 @@
-"""Writing files: whole ones or none."""
+"""Writing files: whole ones or none. Reading plain ones: no more than expected."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -71,9 +72,16 @@ def write(path: Path, content: bytes) -> None:
     try:
         if is_device(path):
             pour(path, content)
-            return
-        path = resolved(path)
-        before = path.stat() if path.exists() else None
+        else:
+            write_here(resolved(path), content)
+    except OSError as reason:
+        raise cannot_write(path, reason) from None
+
+
+def write_here(path: Path, content: bytes) -> None:
+    """Write as `write` does, but replace what has this name: a link leads to files of others."""
+    try:
+        before = path.stat() if path.is_file() and not path.is_symlink() else None
         handle, temporary = _begin(path, 0o666 if before is None else 0o600)
         with os.fdopen(handle, "wb") as file:
             try:
@@ -90,6 +98,25 @@ def write(path: Path, content: bytes) -> None:
         _flush_folder(path.parent)
     except OSError as reason:
         raise cannot_write(path, reason) from None
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file to read from, or an OSError: a pipe or a device may have no end.
+
+    A pipe without a writer would be waited for, and to open a device may change it.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a plain file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """All of a plain file of at most `most` bytes, or an OSError."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, "it is too large")
+        return file.read(size)
 
 
 def resolved(path: Path) -> Path:

@@ -68,6 +68,7 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
     if create is None and not _is_file(path):
         raise no_study(folder)
     check_writable(path)
+    _refuse_links(folder)
     with held(folder):
         make_folder(folder / "arrays")
         _remove_leftovers(folder)
@@ -210,9 +211,21 @@ def refusing(path: Path) -> Iterator[None]:
         raise damaged(path, str(reason) or type(reason).__name__) from None
 
 
+def _refuse_links(folder: Path) -> None:
+    """A study from elsewhere could lead with them to files of the user's."""
+    own = (folder / name for name in (FILE, LOCK, "arrays", "checkpoints"))
+    for path in (*own, *_fleets(folder)):
+        if os.path.islink(path):
+            raise InputError(f"{path} is a link, and a study is written to no other place: put there what it leads to, or choose another folder")
+
+
+def _fleets(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoints/*") if FLEET.fullmatch(path.name)]
+
+
 def _remove_leftovers(folder: Path) -> None:
     """Files that a killed process had begun to write."""
-    for place in (folder, folder / "arrays", *(fleet for fleet in folder.glob("checkpoints/*") if FLEET.fullmatch(fleet.name))):
+    for place in (folder, folder / "arrays", *_fleets(folder)):
         for leftover in place.glob(f"{TEMPORARY}*"):
             remove_if_abandoned(leftover)
 
