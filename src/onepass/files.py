@@ -36,7 +36,7 @@ def cannot_write(path: Path, reason: Exception) -> StorageError:
 
 
 def check_writable(path: Path) -> None:
-    """Raise, before any work is done, if `path` cannot be written later."""
+    """Raise, before any work is done, if `path` cannot be written later. Nothing is made."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -48,7 +48,8 @@ def check_writable(path: Path) -> None:
         if is_device(path):
             return
         folder = Path(os.path.realpath(path)).parent
-        folder.mkdir(parents=True, exist_ok=True)
+        while not folder.exists():
+            folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as reason:
@@ -76,6 +77,12 @@ def write(path: Path, content: bytes) -> None:
             write_here(resolved(path), content)
     except OSError as reason:
         raise cannot_write(path, reason) from None
+
+
+def write_out(path: Path, content: bytes) -> None:
+    """Write as `write` does, and make the folder."""
+    make_folder(resolved(path).parent)
+    write(path, content)
 
 
 def write_here(path: Path, content: bytes) -> None:
@@ -125,8 +132,9 @@ def resolved(path: Path) -> Path:
         return path.resolve()
     except RuntimeError:  # what Python 3.11 makes of a loop
         raise InputError(f"cannot follow {path} (its links lead in a circle): choose another place") from None
-    except OSError as reason:
-        raise InputError(f"cannot follow {path} ({reason.strerror or reason}): choose another place") from None
+    except (OSError, ValueError) as reason:
+        why = getattr(reason, "strerror", None) or reason
+        raise InputError(f"cannot follow {path} ({why}): choose another place") from None
 
 
 def _begin(path: Path, mode: int) -> tuple[int, Path]:
@@ -219,7 +227,7 @@ def _flush_folder(folder: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Indented JSON, with arrays as nested lists and null for what is no finite number."""
-    write(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
+    write_out(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
 
 
 def canonical(content: Any) -> str:

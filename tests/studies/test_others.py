@@ -78,7 +78,16 @@ def test_only_checkpoints_are_removed_with_the_checkpoints(tmp_path: Path) -> No
 
 def test_tables_go_to_no_file_that_a_study_owns(tmp_path: Path) -> None:
     fill(tmp_path)
-    for name in ("lock", FILE, f"{FILE}-journal", "arrays/t.json", f"checkpoints/{'0' * 16}/t.json", ".onepass-progress.json"):
+    for name in (
+        "lock",
+        FILE,
+        f"{FILE}-journal",
+        "arrays",
+        "arrays/t.json",
+        "checkpoints",
+        f"checkpoints/{'0' * 16}/t.json",
+        ".onepass-progress.json",
+    ):
         with pytest.raises(InputError, match="belongs to a study"):
             database.check_target(tmp_path / name)
     database.check_target(tmp_path / "progress.json")

@@ -69,6 +69,7 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
         raise no_study(folder)
     check_writable(path)
     _refuse_links(folder)
+    make_folder(folder)
     with held(folder):
         make_folder(folder / "arrays")
         _remove_leftovers(folder)
@@ -177,14 +178,19 @@ def _is_file(path: Path) -> bool:
         raise InputError(f"cannot read {path} ({reason.strerror}): choose another folder") from None
 
 
-def check_target(path: Path) -> None:
-    """Raise if a table cannot be written to `path`, or should not: the files of a study are its results."""
+def check_target(path: Path, study: Path | None = None) -> None:
+    """Raise if `path` cannot be written to, or should not: the files of a study are its results.
+
+    `study` is the folder of one that may be begun only later.
+    """
+    found = resolved(path)
+    if study is not None and resolved(study).is_relative_to(found):
+        raise InputError(f"{path} is the folder of the study, or above it: choose another place")
+    for place in (found, *found.parents):
+        ours = place.name.startswith((FILE, TEMPORARY)) or place.name in (LOCK, PROGRESS, "arrays", "checkpoints")
+        if ours and (os.path.lexists(place.parent / FILE) or (study is not None and place.parent == resolved(study))):
+            raise InputError(f"{path} belongs to a study: choose another place")
     check_writable(path)
-    path = resolved(path)
-    ours = path.name.startswith((FILE, TEMPORARY)) or path.name in (LOCK, PROGRESS)
-    inside = any(parent.name in ("arrays", "checkpoints") and (parent.parent / FILE).exists() for parent in list(path.parents)[:2])
-    if inside or (ours and (path.parent / FILE).exists()):
-        raise InputError(f"{path} belongs to a study: choose another place")
 
 
 def no_study(folder: Path) -> InputError:
