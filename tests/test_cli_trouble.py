@@ -114,9 +114,42 @@ def test_two_tables_do_not_go_to_one_file(place: Path, capsys: pytest.CaptureFix
 
 
 def test_a_table_does_not_replace_the_study_that_the_same_command_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, why in {"": "it is a folder", "study.sqlite": "belongs to a study"}.items():
-        out = tmp_path / f"out-{name}"
+    out = tmp_path / "folder" / "out"
+    for name, why in {"": "is the folder of the study", "..": "or above it", "study.sqlite": "belongs", "checkpoints": "belongs"}.items():
         assert why in refusal(capsys, *TINY, "--out", str(out), "--json", str(out / name))
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["study.sqlite", "lock", "arrays", "checkpoints/mine"])
+@pytest.mark.parametrize("there", [True, False])
+def test_events_go_to_no_place_of_a_study_which_can_still_be_run(there: bool, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    if there:
+        assert outcome(capsys, *TINY, "--out", str(out))[0] == 0
+    before = sorted(tmp_path.rglob("*"))
+    assert "belongs to a study" in refusal(capsys, *TINY, "--out", str(out), "--tensorboard", str(out / name))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert outcome(capsys, *TINY, "--out", str(out), "--tensorboard", str(out / "events"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--data", "nowhere"], ["--set", "train_examples=10000"], ["--scheduler", "tcp://"]], ids=["data", "option", "address"]
+)
+def test_a_command_that_is_refused_makes_no_folder(
+    wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--scheduler" in wrong:
+        pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
+    command = ["run", "permuted-mnist", "--methods", "van"] if "--data" in wrong else TINY
+    refusal(capsys, *command, *wrong, "--json", "new/t.json", "--tensorboard", "events", "--out", "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_makes_the_folder_that_it_goes_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path / "study")
+    assert outcome(capsys, "table", str(tmp_path / "study"), "--json", str(tmp_path / "a" / "b" / "t.json"))[0] == 0
+    assert (tmp_path / "a" / "b" / "t.json").exists()
 
 
 VALUES = {

@@ -102,7 +102,7 @@ def test_after_an_interrupt_everything_finished_is_kept_and_nothing_else(
     assert {path.name for path in out.iterdir()} <= {"study.sqlite", "lock", "arrays", "checkpoints"}
     with Store.read(out) as store:
         assert {entry.unit.method for name, entry in store.contents.entries.items() if name in store.contents.records} >= finished
-    assert list(table.parent.iterdir()) == []
+    assert not table.parent.exists()
     command.wait_until(lambda: not command.processes())
 
 
@@ -138,6 +138,33 @@ def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Calla
     assert command.printed == "interrupted; nothing is kept\n"
     assert not (tmp_path / "table.json").exists()
     command.wait_until(lambda: not command.processes())
+
+
+AT_THE_END = """
+import atexit, os, signal, sys
+from onepass import cli
+from onepass.__main__ import main
+
+def last():
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print("end", flush=True)
+
+def interrupted():
+    if sys.argv[2] == "raised":
+        raise KeyboardInterrupt
+    sys.exit(130)
+
+atexit.register(last)
+cli.main = interrupted
+main()
+"""
+
+
+@pytest.mark.parametrize(("kind", "code", "printed"), [("SIGINT", 130, "end\n"), ("SIGTERM", -signal.SIGTERM, "")])
+@pytest.mark.parametrize("how", ["raised", "said"])
+def test_an_interrupt_while_python_ends_shows_no_traceback(how: str, kind: str, code: int, printed: str) -> None:
+    told = subprocess.run([sys.executable, "-c", AT_THE_END, kind, how], capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout, told.stderr) == (code, printed, "")
 
 
 BETWEEN = """

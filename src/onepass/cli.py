@@ -81,9 +81,9 @@ def run(
     from onepass.studies import cluster, executors, fetch, study
 
     device = study.check_device(device)
-    check_targets(json)
+    check_targets(json, study=out)
     if tensorboard is not None:
-        check_folder(tensorboard)
+        check_folder(tensorboard, study=out)
     needed = stream(asked.stream).data
     folder = None if needed is None else fetch.locate(needed, data)
     study.try_stream(asked, folder)  # before anything is written
@@ -95,7 +95,6 @@ def run(
         study.opened(place, asked) as (store, recipe),
         Watch(screen, tensorboard, store) as watch,
     ):
-        check_targets(json)  # again: now it is known which files are the study's
         if seeds is not None and seeds < recipe.seeds:
             screen.print(f"the study has {recipe.seeds} seeds already")
         try:
@@ -175,7 +174,7 @@ def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, 
 
     hand_out(
         partial(files.write_json, json, table.document(recipe, results)) if json else None,
-        partial(files.write, csv, table.lines(recipe, results).encode()) if csv else None,
+        partial(files.write_out, csv, table.lines(recipe, results).encode()) if csv else None,
         partial(_wide().print, table.table(recipe, results)),
     )
 
@@ -269,7 +268,7 @@ def bench(
             raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     hand_out(
         partial(files.write_json, json, measurements.document(report)) if json else None,
-        partial(files.write, markdown, measurements.markdown(report).encode()) if markdown else None,
+        partial(files.write_out, markdown, measurements.markdown(report).encode()) if markdown else None,
         partial(_wide().print, measurements.table(report)),
     )
 

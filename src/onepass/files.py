@@ -1,7 +1,8 @@
-"""Writing files: whole ones or none."""
+"""Writing files: whole ones or none. Reading plain ones: no more than expected."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def cannot_write(path: Path, reason: Exception) -> StorageError:
 
 
 def check_writable(path: Path) -> None:
-    """Raise, before any work is done, if `path` cannot be written later."""
+    """Raise, before any work is done, if `path` cannot be written later. Nothing is made."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -48,7 +49,8 @@ def check_writable(path: Path) -> None:
         if is_device(path):
             return
         folder = Path(os.path.realpath(path)).parent
-        folder.mkdir(parents=True, exist_ok=True)
+        while not folder.exists():
+            folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as reason:
@@ -73,9 +75,22 @@ def write(path: Path, content: bytes) -> None:
         if is_device(path):
             with Opened():  # a pipe may never be read
                 pour(path, content)
-            return
-        path = resolved(path)
-        before = path.stat() if path.exists() else None
+        else:
+            write_here(resolved(path), content)
+    except OSError as reason:
+        raise cannot_write(path, reason) from None
+
+
+def write_out(path: Path, content: bytes) -> None:
+    """Write as `write` does, and make the folder."""
+    make_folder(resolved(path).parent)
+    write(path, content)
+
+
+def write_here(path: Path, content: bytes) -> None:
+    """Write as `write` does, but replace what has this name: a link leads to files of others."""
+    try:
+        before = path.stat() if path.is_file() and not path.is_symlink() else None
         handle, temporary = _begin(path, 0o666 if before is None else 0o600)
         with os.fdopen(handle, "wb") as file:
             try:
@@ -94,14 +109,34 @@ def write(path: Path, content: bytes) -> None:
         raise cannot_write(path, reason) from None
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file to read from, or an OSError: a pipe or a device may have no end.
+
+    A pipe without a writer would be waited for, and to open a device may change it.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a plain file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """All of a plain file of at most `most` bytes, or an OSError."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, "it is too large")
+        return file.read(size)
+
+
 def resolved(path: Path) -> Path:
     """Where a path leads to; links that lead nowhere are refused."""
     try:
         return path.resolve()
     except RuntimeError:  # what Python 3.11 makes of a loop
         raise InputError(f"cannot follow {path} (its links lead in a circle): choose another place") from None
-    except OSError as reason:
-        raise InputError(f"cannot follow {path} ({reason.strerror or reason}): choose another place") from None
+    except (OSError, ValueError) as reason:
+        why = getattr(reason, "strerror", None) or reason
+        raise InputError(f"cannot follow {path} ({why}): choose another place") from None
 
 
 def _begin(path: Path, mode: int) -> tuple[int, Path]:
@@ -194,7 +229,7 @@ def _flush_folder(folder: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Indented JSON, with arrays as nested lists and null for what is no finite number."""
-    write(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
+    write_out(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
 
 
 def canonical(content: Any) -> str:

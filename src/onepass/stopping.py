@@ -105,7 +105,11 @@ def abandon() -> None:
 
 
 def end(code: object) -> NoReturn:
-    """End the command with an exit code, without waiting for what was abandoned."""
+    """End the command with an exit code, without waiting for what was abandoned.
+
+    From now on SIGTERM alone ends it at once.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what Python does at its end would show a traceback
     if _abandoned.is_set():
         leave(code if isinstance(code, int) else 0 if code is None else 1)
     sys.exit(code)  # type: ignore[arg-type]

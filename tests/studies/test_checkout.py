@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from fuzzing import limited
 from onepass.studies import checkout, provenance
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -83,7 +85,7 @@ def test_nothing_that_the_repository_configures_is_run(package: Path, tmp_path: 
     assert (tmp_path / "ran").exists(), "git status runs it: this test shows what it says"
 
 
-@pytest.mark.parametrize("harm", ["name", "head", "no git", "place", "commit", "gitdir"])
+@pytest.mark.parametrize("harm", ["name", "head", "no git", "place", "commit", "gitdir", "pipe", "device"])
 def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path) -> None:
     root = package.parents[1]
     if harm == "name":
@@ -96,10 +98,14 @@ def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path
         package = package.rename(root / "onepass")
     elif harm == "commit":
         (root / ".git" / "HEAD").write_text("0" * 40)
-    else:
+    elif harm == "gitdir":
         shutil.rmtree(root / ".git")
         (root / ".git").write_bytes(b"\xff\0")
-    assert checkout.revision(package) is None
+    else:
+        (root / ".git" / "HEAD").unlink()
+        os.mkfifo(root / ".git" / "HEAD") if harm == "pipe" else (root / ".git" / "HEAD").symlink_to("/dev/zero")
+    with limited(10):
+        assert checkout.revision(package) is None
 
 
 def test_the_package_has_a_revision_wherever_it_is() -> None:

@@ -165,14 +165,14 @@ def test_checkpoints_nobody_asked_for_cost_half_a_percent(tmp_path: Path, monkey
     assert not keeper.due(7, 6)
     now += checkpoint.LONG
     assert keeper.due(7, 6), "a task may be the whole stream"
-    write = checkpoint.write
+    write = checkpoint.write_here
 
     def slow(path: Path, content: bytes) -> None:
         nonlocal now
         now += 1
         write(path, content)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(checkpoint, "write_here", slow)
     keeper.keep(SNAPSHOT)  # two files: two seconds
     now += 2 / checkpoint.SHARE - 1
     assert not keeper.due(0, 0)

@@ -58,7 +58,7 @@ def test_a_stored_or_grown_study_is_bounded_too() -> None:
 
 @pytest.mark.parametrize(("method", "change"), [("van", "hidden=[50000, 50000]"), ("gem", "memory_per_task=100000000")])
 def test_what_does_not_fit_is_counted_and_not_built(method: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_memory", lambda _: 8_000_000_000)
+    monkeypatch.setattr(packing, "memory", lambda _: 8_000_000_000)
     recipe: Recipe = load("quickstart", [change], method)
     source = try_stream(recipe, None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

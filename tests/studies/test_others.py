@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sqlite3
@@ -11,17 +12,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
-from onepass.files import digest
+from onepass.files import TEMPORARY, digest, temporary_name
+from onepass.protocol import Snapshot
 from onepass.studies import checkpoint, database, locking, recovery
 from onepass.studies.checkpoint import Checkpoints
 from onepass.studies.database import FILE
+from onepass.studies.rescue import rescue
 from onepass.studies.store import Store
+from onepass.studies.study import _Progress
 from stored import GRID, MADE, RUNS, as_older_versions, fill, record, study
 
 QUICK = ["--methods", "van", "--seeds", "1", "--workers", "1", "--set", "train_examples=20", "--set", "test_examples=10", "--set", "hidden=[4]"]
@@ -71,10 +78,174 @@ def test_only_checkpoints_are_removed_with_the_checkpoints(tmp_path: Path) -> No
 
 def test_tables_go_to_no_file_that_a_study_owns(tmp_path: Path) -> None:
     fill(tmp_path)
-    for name in ("lock", FILE, f"{FILE}-journal", "arrays/t.json", f"checkpoints/{'0' * 16}/t.json", ".onepass-progress.json"):
+    for name in (
+        "lock",
+        FILE,
+        f"{FILE}-journal",
+        "arrays",
+        "arrays/t.json",
+        "checkpoints",
+        f"checkpoints/{'0' * 16}/t.json",
+        ".onepass-progress.json",
+    ):
         with pytest.raises(InputError, match="belongs to a study"):
             database.check_target(tmp_path / name)
     database.check_target(tmp_path / "progress.json")
+
+
+# ---- links and pipes in a study from elsewhere
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A file of the user's beside the study, which stays as it is."""
+    path = tmp_path / "victim"
+    path.write_bytes(b"mine")
+    before = path.stat()
+    yield path
+    assert (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) == (b"mine", before.st_mtime_ns, before.st_ino)
+
+
+def test_what_a_study_says_about_itself_goes_through_no_link(victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [".onepass-progress.json", ".onepass-partial-progress", temporary_name(".onepass-progress.json")]
+    for name in names:
+        (tmp_path / name).symlink_to(victim)
+    progress = _Progress(tmp_path / names[0])
+    progress._shown = 0
+    progress.show([], 5.0)
+    assert not (tmp_path / names[0]).is_symlink()
+    assert json.loads((tmp_path / names[0]).read_text())["left"] == 5
+    progress.remove()
+    assert not (tmp_path / names[0]).exists()
+
+
+def test_a_checkpoint_that_is_a_link_is_replaced_and_what_it_leads_to_stays(victim: Path, tmp_path: Path) -> None:
+    snapshot = Snapshot(1, 4, {"theta": torch.ones(3)}, {})
+    for suffix in ("json", "safetensors"):
+        (tmp_path / f"0001-00000004.{suffix}").symlink_to(victim)
+    keeper = Checkpoints(tmp_path, "fleet")
+    assert keeper.last() is None
+    keeper.keep(snapshot)
+    assert not any(path.is_symlink() for path in tmp_path.iterdir())
+    assert keeper.last() is not None
+
+
+def test_a_file_of_arrays_that_is_a_link_is_replaced_and_what_it_leads_to_stays(victim: Path, tmp_path: Path) -> None:
+    fill(tmp_path / "study")
+    (found,) = (tmp_path / "study" / "arrays").iterdir()
+    (tmp_path / "other" / "arrays").mkdir(parents=True)
+    (tmp_path / "other" / "arrays" / found.name).symlink_to(victim)
+    with pytest.raises(InputError, match="holds 1 files of results"), study(tmp_path / "other"):
+        pass
+    (tmp_path / "other" / "arrays" / found.name).unlink()
+    with study(tmp_path / "other") as opened:
+        (tmp_path / "other" / "arrays" / found.name).symlink_to(victim)
+        opened.plan([GRID])
+        opened.add({unit.id: record(unit) for unit in GRID}, MADE)
+    assert records(tmp_path / "other") == 2
+
+
+@pytest.mark.parametrize("name", [FILE, "lock", "arrays", "checkpoints", f"checkpoints/{'0' * 16}"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_study_is_written_to_no_place_that_a_link_leads_to(there: bool, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path / "study")
+    (tmp_path / "study" / "checkpoints" / ("0" * 16)).mkdir(parents=True)
+    path, target = tmp_path / "study" / name, tmp_path / "target"
+    path.rename(target) if there else shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(target)
+    before = {found: found.lstat().st_mtime_ns for found in tmp_path.rglob("*")}
+    assert outcome("run", "quickstart", "--out", str(tmp_path / "study"), *QUICK) == 2
+    said = capsys.readouterr().err
+    assert f"{path} is a link" in said
+    assert said.count("\n") == 1
+    assert {found: found.lstat().st_mtime_ns for found in tmp_path.rglob("*")} == before
+    if there:
+        assert records(tmp_path / "study") == 2, "it may be read"
+
+
+def test_the_folder_of_a_study_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "study").symlink_to(tmp_path / "disk")
+    fill(tmp_path / "study")
+    assert records(tmp_path / "disk") == 2
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a link to nothing", "a link to an empty file"])
+@pytest.mark.parametrize("end", ["-journal", "-wal"])
+def test_a_journal_that_is_no_plain_file_is_refused(kind: str, end: str, victim: Path, tmp_path: Path) -> None:
+    fill(tmp_path / "study")
+    path, target = tmp_path / "study" / f"{FILE}{end}", tmp_path / "target"
+    if kind == "a link to an empty file":
+        target.touch()
+    os.mkfifo(path) if kind == "a pipe" else path.symlink_to(victim if kind == "a link" else target)
+    for opening in (Store.read(tmp_path / "study"), study(tmp_path / "study")):
+        with pytest.raises(InputError, match=f"{end} beside it is no plain file: move it away"), limited(10), opening:
+            pass
+    with pytest.raises(InputError, match="is no plain file"), limited(10):
+        rescue(tmp_path / "study", tmp_path / "rescued")
+    assert not target.exists() or target.read_bytes() == b""
+
+
+def endless(path: Path, kind: str) -> None:
+    """What a reader would never come to the end of, or not before memory is used up."""
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+
+
+ENDLESS = pytest.mark.parametrize("kind", ["a pipe", "a device", "a sparse file"])
+
+
+@ENDLESS
+def test_a_progress_file_without_an_end_says_nothing(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    endless(tmp_path / ".onepass-progress.json", kind)
+    with limited(10):
+        assert outcome("status", str(tmp_path)) == 0
+    assert "2 of" in capsys.readouterr().out
+
+
+@ENDLESS
+def test_arrays_without_an_end_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    (path,) = (tmp_path / "arrays").iterdir()
+    endless(path, kind)
+    with limited(10):
+        assert outcome("table", str(tmp_path)) == 2
+    assert f"{path} cannot be used (it is {'too large' if kind == 'a sparse file' else 'not a plain file'})" in capsys.readouterr().err
+
+
+@ENDLESS
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_checkpoint_without_an_end_is_not_used(suffix: str, kind: str, tmp_path: Path) -> None:
+    keeper = Checkpoints(tmp_path, "fleet")
+    keeper.keep(Snapshot(1, 4, {"theta": torch.ones(3)}, {}))
+    keeper.keep(Snapshot(1, 8, {"theta": torch.ones(3)}, {}))
+    endless(tmp_path / f"0001-00000008.{suffix}", kind)
+    with limited(10):
+        found = keeper.last()
+    assert found is not None
+    assert found.batches == 4
+
+
+def test_what_a_killed_process_left_is_gone_after_the_next_run_and_files_of_others_stay(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "checkpoints" / ("0" * 16)).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "mine").mkdir()
+    places = [tmp_path / place for place in (".", "arrays", f"checkpoints/{'0' * 16}", "checkpoints/mine")]
+    left = [place / name for place in places for name in (temporary_name("t"), f"{temporary_name('t')}-{'0' * 16}")]
+    others = [place / f"{TEMPORARY}notes" for place in places]
+    for path in (*left, *others):
+        path.touch()
+    with study(tmp_path):
+        pass
+    assert [path.exists() for path in left] == [False] * 6 + [True] * 2
+    assert all(path.exists() for path in others)
 
 
 # ---- other processes
@@ -191,6 +362,22 @@ def test_a_file_that_is_replaced_while_the_study_runs_stays_and_ours_is_saved_be
     assert (tmp_path / "ours" / FILE).read_bytes() == (other / FILE).read_bytes()
     os.replace(tmp_path / "ours" / f"{FILE}.kept", tmp_path / "ours" / FILE)
     assert records(tmp_path / "ours") == 2
+
+
+def test_neither_the_users_nor_an_earlier_kept_file_is_replaced(tmp_path: Path) -> None:
+    other = fill(tmp_path / "other") / FILE
+    (tmp_path / f"{FILE}.kept").write_bytes(b"mine")
+    (tmp_path / f"{FILE}.kept-2").symlink_to("nowhere")
+
+    def run() -> None:
+        with study(tmp_path):
+            os.replace(shutil.copy(other, tmp_path / "new"), tmp_path / FILE)
+
+    for number in (3, 4):
+        with pytest.raises(InputError, match=rf"saved as .*study.sqlite.kept-{number}:"):
+            run()
+    assert (tmp_path / f"{FILE}.kept").read_bytes() == b"mine"
+    assert (tmp_path / f"{FILE}.kept-2").is_symlink()
 
 
 def test_a_run_whose_file_is_removed_ends_with_a_sentence_and_goes_on_later(

@@ -53,11 +53,11 @@ def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = work.open_stream(recipe, None)
     need = packing.bytes_a_row(stream, recipe, "van", "ev")
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == packing.MOST_ROWS["cpu"]
-    monkeypatch.setattr(packing, "_memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
+    monkeypatch.setattr(packing, "memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 5
-    monkeypatch.setattr(packing, "_memory", lambda _: need)
+    monkeypatch.setattr(packing, "memory", lambda _: need)
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 1
-    monkeypatch.setattr(packing, "_memory", lambda _: need - 1)
+    monkeypatch.setattr(packing, "memory", lambda _: need - 1)
     with pytest.raises(InputError, match=r"a single run of van does not fit .* leave it out by --methods"):
         packing.most_rows(stream, recipe, "van", "ev", "cpu", 2)
 

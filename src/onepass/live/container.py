@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onepass.errors import InputError
-from onepass.files import canonical, digest
+from onepass.files import canonical, digest, open_plain
 
 FORMAT = 1
 LONGEST = 100_000_000  # bytes of a header: safetensors reads no longer one
@@ -44,26 +43,19 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     The header comes first, so a large file of another kind is refused without reading it.
     """
     try:
-        # A pipe without a writer would be waited for.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            about = os.fstat(handle)
-            if not stat.S_ISREG(about.st_mode):
-                raise InputError(f"cannot read {path} (it is not a plain file): give the path of a file that save() wrote")
-            with open(handle, "rb", closefd=False) as file:
-                begin = file.read(8)
-                begin += file.read(_header_length(begin, about.st_size, str(path)))
-                header = _header(begin, about.st_size, str(path))
-                file.seek(0)
-                content = file.read(about.st_size)
-        finally:
-            os.close(handle)
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = file.read(8)
+            begin += file.read(_header_length(begin, size, str(path)))
+            header = _header(begin, size, str(path))
+            file.seek(0)
+            content = file.read(size)
     except (OSError, ValueError) as reason:
         if isinstance(reason, InputError):
             raise
         why = getattr(reason, "strerror", None) or reason
         raise InputError(f"cannot read {path} ({why}): give the path of a file that save() wrote") from None
-    if len(content) != about.st_size or not content.startswith(begin):
+    if len(content) != size or not content.startswith(begin):
         raise InputError(f"{path} was changed while it was read: load it again")
     return header, _tensors(content, header, str(path))
 

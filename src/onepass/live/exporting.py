@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.errors import InputError, first_line
-from onepass.files import StorageError, check_writable, write
+from onepass.files import StorageError, check_writable, make_folder, resolved, write
 
 
 def written(path: Path, content: bytes, otherwise: str) -> None:
@@ -29,6 +29,7 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
     if onnx and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InputError("exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export")
     check_writable(path)
+    make_folder(resolved(path).parent)
     positional, named = ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
     batch = torch.export.Dim.DYNAMIC
     shapes = {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onepass.errors import InputError, first_line, shown, unknown
-from onepass.files import check_writable
+from onepass.files import check_writable, make_folder, resolved
 from onepass.learners import METHODS, method
 from onepass.learners.base import Learner
 from onepass.live.memory import Memory
@@ -197,6 +197,7 @@ def read_autosave(path: object) -> Path | None:
         return None
     found = read_path(path, "autosave")
     check_writable(found)
+    make_folder(resolved(found).parent)
     return found
 
 

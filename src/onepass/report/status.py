@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from onepass.errors import InputError
+from onepass.files import read_plain
 from onepass.metrics import select
 from onepass.studies.database import PROGRESS
 from onepass.studies.locking import running
 from onepass.studies.store import Entry, Store
+
+LARGEST = 2**24  # bytes of what the driving process says: a study may have 100 000 units
 
 
 @dataclass
@@ -98,7 +101,7 @@ def count(store: Store, recipe: dict[str, Any], name: str) -> Count:
 
 def _progress(folder: Path) -> Progress | None:
     try:
-        found = json.loads((folder / PROGRESS).read_text())
+        found = json.loads(read_plain(folder / PROGRESS, LARGEST))
         units = {str(unit): str(name) for unit, name in found["running"].items()}
         left = None if found["left"] is None else float(found["left"])
         return Progress(left if left is not None and math.isfinite(left) else None, units)

@@ -11,11 +11,11 @@ from onepass.errors import InputError
 from onepass.studies.database import check_target
 
 
-def check_targets(*targets: Path | None) -> None:
+def check_targets(*targets: Path | None, study: Path | None = None) -> None:
     """Raise if a table cannot be written to one of these files, or should not."""
     given = [target for target in targets if target is not None]
     for target in given:
-        check_target(target)
+        check_target(target, study)
     if len(given) > len({os.path.realpath(target) for target in given}) and not is_device(given[0]):
         raise InputError(f"{given[0]} cannot take two tables: choose two files")
 

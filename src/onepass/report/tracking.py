@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 
 from onepass.errors import InputError
-from onepass.files import TEMPORARY, check_writable
+from onepass.files import TEMPORARY
 from onepass.metrics import Record, average_accuracy, forgetting
+from onepass.studies.database import check_target
 from onepass.studies.store import Store, Unit
 
 log = logging.getLogger(__name__)
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, study: Path | None = None) -> None:
     """Raise, before any work is done, if events cannot be written to `folder`."""
     try:
         str(folder).encode()
     except UnicodeError:  # TensorBoard's own restriction
         raise InputError(f"cannot write {folder} for TensorBoard (its name is not UTF-8): choose another folder") from None
-    check_writable(folder / "events")
+    check_target(folder / "events", study)
 
 
 class Tracking:

@@ -15,8 +15,11 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from onepass.files import read_plain
+
 WATCHED = (".py", ".toml")  # a new file with one of these endings is a change, too
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+LARGEST = 2**26  # bytes of a list of references
 
 
 def revision(package: Path) -> str | None:
@@ -26,7 +29,7 @@ def revision(package: Path) -> str | None:
     """
     root = package.parents[1]
     try:
-        if package != root / "src" / "onepass" or tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"] != "onepass":
+        if package != root / "src" / "onepass" or tomllib.loads(_text(root / "pyproject.toml"))["project"]["name"] != "onepass":
             return None
         own, shared = _git_folders(root / ".git")
         commit = _commit(own, shared)
@@ -38,30 +41,34 @@ def revision(package: Path) -> str | None:
     return commit[:12] + ("+" if changed else "")
 
 
+def _text(path: Path) -> str:
+    return read_plain(path, LARGEST).decode()
+
+
 def _git_folders(git: Path) -> tuple[Path, Path]:
     """The folder of this working tree, and the one that it shares with others of the repository."""
     if git.is_file():  # a further working tree
-        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+        git = git.parent / _text(git).removeprefix("gitdir:").strip()
     common = git / "commondir"
-    return git, git / common.read_text().strip() if common.is_file() else git
+    return git, git / _text(common).strip() if common.is_file() else git
 
 
 def _commit(own: Path, shared: Path) -> str:
     """What HEAD points to."""
-    found, limit = (own / "HEAD").read_text().strip(), 5  # git follows as many references
+    found, limit = _text(own / "HEAD").strip(), 5  # git follows as many references
     while not _COMMIT.fullmatch(found) and limit:
         name, limit = found.removeprefix("ref:").strip(), limit - 1
         if not name.startswith("refs/") or ".." in name:
             break
         places = [folder / name for folder in (own, shared) if (folder / name).is_file()]
-        found = places[0].read_text().strip() if places else _packed(shared, name)
+        found = _text(places[0]).strip() if places else _packed(shared, name)
     if not _COMMIT.fullmatch(found):
         raise ValueError("HEAD points to no commit")
     return found
 
 
 def _packed(shared: Path, name: str) -> str:
-    for line in (shared / "packed-refs").read_text().splitlines():
+    for line in _text(shared / "packed-refs").splitlines():
         commit, _, of = line.partition(" ")
         if of == name:
             return commit

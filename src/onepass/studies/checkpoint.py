@@ -18,10 +18,11 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from onepass.files import TEMPORARY, canonical, digest, make_folder, remove_if_abandoned, write
+from onepass.files import TEMPORARY, canonical, digest, make_folder, read_plain, remove_if_abandoned, write_here
 from onepass.protocol import Snapshot
 from onepass.studies import schema
 from onepass.studies.database import FLEET
+from onepass.studies.packing import memory
 from onepass.studies.recovery import DamagedError
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"\d{4,}-\d{8,}\.(json|safetensors)")  # other files are not ours
 FORMAT = 1
 KEPT = 2
+LARGEST_ABOUT = 2**26  # bytes of the small file
 SHARE = 0.005  # of a fleet's time may go into checkpoints that nobody asked for
 PATIENCE = 5.0  # seconds before the first of them, whose cost is not known yet
 LONG = 60.0  # seconds after which one is written in the middle of a task, too
@@ -81,13 +83,14 @@ class Checkpoints:
             "numbers": snapshot.numbers,
             "tensors": digest(tensors),
         }
-        write(path.with_suffix(".safetensors"), tensors)
-        write(path, canonical(about | {"checksum": digest(canonical(about))}).encode())
+        write_here(path.with_suffix(".safetensors"), tensors)
+        write_here(path, canonical(about | {"checksum": digest(canonical(about))}).encode())
         self._sound = [*(other for other in self._sound if other != path), path][-KEPT:]
         for old in self._newest_first():
             if old not in self._sound:
-                old.unlink(missing_ok=True)
-                old.with_suffix(".safetensors").unlink(missing_ok=True)
+                for its in (old, old.with_suffix(".safetensors")):
+                    with suppress(OSError):  # it is not there, or a folder
+                        its.unlink()
         self._written = time.monotonic()
         self._wait = (self._written - began) / SHARE
 
@@ -100,7 +103,7 @@ class Checkpoints:
 
     def _read(self, path: Path) -> Snapshot:
         try:
-            about = json.loads(path.read_bytes())
+            about = json.loads(read_plain(path, LARGEST_ABOUT))
             checksum = about.pop("checksum")
             if checksum != digest(canonical(about)):
                 raise RefusedError("it was altered")
@@ -117,7 +120,7 @@ class Checkpoints:
             raise RefusedError(f"it was made with {about['software']}, and this is {self._software}")
         tensors = b""
         with suppress(OSError):
-            tensors = path.with_suffix(".safetensors").read_bytes()
+            tensors = read_plain(path.with_suffix(".safetensors"), memory("cpu") // 2)
         if digest(tensors) != about["tensors"]:
             raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
         try:

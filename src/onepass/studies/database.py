@@ -68,6 +68,8 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
     if create is None and not _is_file(path):
         raise no_study(folder)
     check_writable(path)
+    _refuse_links(folder)
+    make_folder(folder)
     with held(folder):
         make_folder(folder / "arrays")
         _remove_leftovers(folder)
@@ -176,14 +178,19 @@ def _is_file(path: Path) -> bool:
         raise InputError(f"cannot read {path} ({reason.strerror}): choose another folder") from None
 
 
-def check_target(path: Path) -> None:
-    """Raise if a table cannot be written to `path`, or should not: the files of a study are its results."""
+def check_target(path: Path, study: Path | None = None) -> None:
+    """Raise if `path` cannot be written to, or should not: the files of a study are its results.
+
+    `study` is the folder of one that may be begun only later.
+    """
+    found = resolved(path)
+    if study is not None and resolved(study).is_relative_to(found):
+        raise InputError(f"{path} is the folder of the study, or above it: choose another place")
+    for place in (found, *found.parents):
+        ours = place.name.startswith((FILE, TEMPORARY)) or place.name in (LOCK, PROGRESS, "arrays", "checkpoints")
+        if ours and (os.path.lexists(place.parent / FILE) or (study is not None and place.parent == resolved(study))):
+            raise InputError(f"{path} belongs to a study: choose another place")
     check_writable(path)
-    path = resolved(path)
-    ours = path.name.startswith((FILE, TEMPORARY)) or path.name in (LOCK, PROGRESS)
-    inside = any(parent.name in ("arrays", "checkpoints") and (parent.parent / FILE).exists() for parent in list(path.parents)[:2])
-    if inside or (ours and (path.parent / FILE).exists()):
-        raise InputError(f"{path} belongs to a study: choose another place")
 
 
 def no_study(folder: Path) -> InputError:
@@ -210,9 +217,21 @@ def refusing(path: Path) -> Iterator[None]:
         raise damaged(path, str(reason) or type(reason).__name__) from None
 
 
+def _refuse_links(folder: Path) -> None:
+    """A study from elsewhere could lead with them to files of the user's."""
+    own = (folder / name for name in (FILE, LOCK, "arrays", "checkpoints"))
+    for path in (*own, *_fleets(folder)):
+        if os.path.islink(path):
+            raise InputError(f"{path} is a link, and a study is written to no other place: put there what it leads to, or choose another folder")
+
+
+def _fleets(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoints/*") if FLEET.fullmatch(path.name)]
+
+
 def _remove_leftovers(folder: Path) -> None:
     """Files that a killed process had begun to write."""
-    for place in (folder, folder / "arrays", *(fleet for fleet in folder.glob("checkpoints/*") if FLEET.fullmatch(fleet.name))):
+    for place in (folder, folder / "arrays", *_fleets(folder)):
         for leftover in place.glob(f"{TEMPORARY}*"):
             remove_if_abandoned(leftover)
 

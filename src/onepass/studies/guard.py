@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
 from onepass.errors import InputError
-from onepass.files import StorageError, write
+from onepass.files import StorageError, write_here
 
 
 class Guard:
@@ -28,6 +29,11 @@ class Guard:
             return os.path.samestat(self._identity, self._path.stat())
         return False
 
+    def _free_name(self) -> Path:
+        ends = itertools.chain(["kept"], (f"kept-{number}" for number in itertools.count(2)))
+        names = (self._path.with_name(f"{self._path.name}.{end}") for end in ends)
+        return next(name for name in names if not os.path.lexists(name))
+
     def begin(self) -> None:
         """Begin a transaction, or raise if another process has changed the study since it was opened."""
         if not self._is_there():
@@ -45,9 +51,9 @@ class Guard:
         if self._is_there():
             return
         if self._saved_as is None:
-            self._saved_as = self._path.with_name(f"{self._path.name}.kept") if self._path.exists() else self._path
+            self._saved_as = self._free_name() if self._path.exists() else self._path
         try:
-            write(self._saved_as, self._connection.serialize())
+            write_here(self._saved_as, self._connection.serialize())
             what = f"all that is finished was saved as {self._saved_as}"
         except (StorageError, sqlite3.Error):
             what = "what was finished could not be saved"

@@ -27,7 +27,7 @@ def held(folder: Path) -> Iterator[None]:
     handles: list[int] = []
     try:
         try:
-            handles.append(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            handles.append(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
             handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as reason:
             raise cannot_write(folder / LOCK, reason) from None

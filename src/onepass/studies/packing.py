@@ -78,7 +78,7 @@ def cost_of_step(recipe: Recipe, name: str) -> int:
 def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
     """How many runs of a method one fleet should hold on this machine."""
     kind = torch.device(device).type
-    there = _memory(kind)
+    there = memory(kind)
     try:
         needed = least_bytes(stream, recipe, name, part)
         if needed <= there:  # only then is it built
@@ -130,7 +130,8 @@ def _activations(module: nn.Module, forward: Callable[[], object]) -> int:
     return sum(made)
 
 
-def _memory(kind: str) -> int:
+def memory(kind: str) -> int:
+    """Bytes that a machine or its GPU has in all."""
     if kind == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import stat
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 LOG, JOURNAL = "-wal", "-journal"  # of older versions, and of this one
@@ -24,8 +25,19 @@ class DamagedError(Exception):
 
 
 def left(path: Path) -> list[Path]:
-    """What a process that was killed left beside the file."""
-    return [beside for beside in (path.with_name(path.name + end) for end in (LOG, JOURNAL)) if beside.is_file() and beside.stat().st_size]
+    """What a process that was killed left beside the file.
+
+    SQLite would wait for a pipe, and write to the file that a link leads to.
+    """
+    found = []
+    for beside in (path.with_name(path.name + end) for end in (LOG, JOURNAL)):
+        with suppress(FileNotFoundError):
+            about = beside.lstat()
+            if not stat.S_ISREG(about.st_mode):
+                raise DamagedError(f"{beside.name} beside it is no plain file: move it away")
+            if about.st_size:
+                found.append(beside)
+    return found
 
 
 def recovered(path: Path, folder: Path, results: Results) -> Path:

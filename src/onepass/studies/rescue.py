@@ -15,7 +15,7 @@ from onepass.errors import InputError
 from onepass.files import StorageError
 from onepass.protocol import grid_points
 from onepass.studies import schema
-from onepass.studies.database import FILE, TABLES, definition, is_sound, no_study
+from onepass.studies.database import FILE, TABLES, definition, is_sound, no_study, refusing
 from onepass.studies.recipe import Recipe, from_stored
 from onepass.studies.recovery import DamagedError, left
 from onepass.studies.results import cross_validation, evaluation
@@ -41,7 +41,8 @@ def rescue(folder: Path, into: Path) -> Rescued:
     if not (folder / FILE).is_file():
         raise no_study(folder)
     lost: list[str] = []
-    study, entries, records = _sound_rows(folder, lost)
+    with refusing(folder / FILE):
+        study, entries, records = _sound_rows(folder, lost)
     recipe = _recipe(folder, study)
     known = {unit.id: Entry(unit, 0, 0) for unit in _possible(recipe)} if records.keys() - entries.keys() else {}
     contents = Contents(study, known | entries, records)

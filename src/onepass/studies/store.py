@@ -26,7 +26,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from onepass.files import cannot_write, canonical, digest, write
+from onepass.files import cannot_write, canonical, digest, read_plain, write_here
 from onepass.metrics import Record
 from onepass.studies import schema
 from onepass.studies.database import FILE, TABLES, damaged, ordered, put, reading, refusing, rows, writing
@@ -187,15 +187,7 @@ class Store:
 
     def _arrays_of(self, name: str) -> dict[str, NDArray[Any]]:
         if name not in self._arrays:
-            path = self.folder / "arrays" / name
-            try:
-                if path.stat().st_size > LARGEST_ARRAYS:
-                    raise damaged(path, "it is too large")
-                content = path.read_bytes()
-            except OSError as reason:
-                raise damaged(path, reason.strerror or str(reason)) from None
-            if name != _arrays_name(content):
-                raise damaged(path, "it was truncated or altered")
+            path, content = self.folder / "arrays" / name, self._content_of(name)
             try:
                 self._arrays[name] = safetensors.numpy.load(content)
             except (
@@ -208,6 +200,16 @@ class Store:
             ) as reason:
                 raise damaged(path, str(reason) or type(reason).__name__) from None
         return self._arrays[name]
+
+    def _content_of(self, name: str) -> bytes:
+        path = self.folder / "arrays" / name
+        try:
+            content = read_plain(path, LARGEST_ARRAYS)
+        except OSError as reason:
+            raise damaged(path, reason.strerror or str(reason)) from None
+        if name != _arrays_name(content):
+            raise damaged(path, "it was truncated or altered")
+        return content
 
     def trained_together(self, unit: str) -> int:
         """How many runs were rows of the fleet that made this record: a fleet has one file of arrays."""
@@ -274,7 +276,7 @@ class Store:
                 arrays[f"{unit}/state_by_task"] = np.array(record.state_by_task)
         content = safetensors.numpy.save(arrays)
         name = _arrays_name(content)
-        write(self.folder / "arrays" / name, content)
+        write_here(self.folder / "arrays" / name, content)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self._change() as contents:
             for unit, record in records.items():
@@ -295,7 +297,7 @@ class Store:
             for other in others:
                 new = [unit for unit in other.contents.records if unit not in contents.records]
                 for name in {other.contents.records[unit].arrays for unit in new}:
-                    write(self.folder / "arrays" / name, (other.folder / "arrays" / name).read_bytes())
+                    write_here(self.folder / "arrays" / name, other._content_of(name))
                 first = _next_fleet(contents)
                 for unit in new:
                     theirs = other.contents.entries[unit]

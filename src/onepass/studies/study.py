@@ -6,7 +6,6 @@ fleets, and its results are the same to the last bit on the same CPU.
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from onepass.errors import InputError, first_line
-from onepass.files import TEMPORARY, canonical
+from onepass.files import canonical, write_here
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
@@ -319,7 +318,6 @@ class _Progress:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._partial = path.with_name(f"{TEMPORARY}progress")
         self._shown = time.time()
 
     def show(self, jobs: list[Job], left: float | None) -> None:
@@ -327,11 +325,9 @@ class _Progress:
             return
         self._shown = time.time()
         content: dict[str, Any] = {"left": left, "running": {unit.id: job.method for job in jobs for unit in job.units}}
-        with suppress(OSError):
-            self._partial.write_text(canonical(content))
-            os.replace(self._partial, self._path)
+        with suppress(InputError):
+            write_here(self._path, canonical(content).encode())
 
     def remove(self) -> None:
-        for path in (self._path, self._partial):  # the second one exists if an interrupt came while the first one was written
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
