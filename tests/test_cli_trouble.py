@@ -83,6 +83,7 @@ WRITING = (["table", "study", "--json"], ["table", "study", "--csv"], ["companio
 def test_a_name_that_nothing_has_is_refused_in_one_sentence(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (*READING, *ANY_NAME):
         refusal(capsys, *command, name)
+    refusal(capsys, "rescue", name, "new")
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
@@ -90,6 +91,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(name: str, pl
     for command in (*WRITING, [*TINY, "--out"]):
         refusal(capsys, *command, name)
     refusal(capsys, "merge", name, "study")
+    refusal(capsys, "rescue", "study", name)
 
 
 @pytest.mark.parametrize("name", ["folder", "study/study.sqlite", "/dev/fd/99", "/proc/nothing"])

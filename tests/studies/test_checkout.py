@@ -85,6 +85,27 @@ def test_nothing_that_the_repository_configures_is_run(package: Path, tmp_path: 
     assert (tmp_path / "ran").exists(), "git status runs it: this test shows what it says"
 
 
+def test_missing_objects_are_not_fetched_by_a_program_of_the_repository(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial clone fetches what it lacks from a remote, whose address may be a command."""
+    root, commit = package.parents[1], git(package, "rev-parse", "HEAD")
+    tree = git(package, "rev-parse", "HEAD:src/onepass")
+    (root / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    settings = {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": f"ext::sh -c touch% {tmp_path}/ran",
+        "protocol.ext.allow": "always",
+    }
+    for key, value in settings.items():
+        git(package, "config", key, value)
+    monkeypatch.setenv("GIT_DIR", str(root / ".git"))
+    assert checkout.revision(package) is None
+    assert not (tmp_path / "ran").exists()
+    subprocess.run(["git", "-C", str(root), "ls-tree", "-r", commit], capture_output=True, check=False)
+    assert (tmp_path / "ran").exists(), "git ls-tree runs it: this test shows what it says"
+
+
 @pytest.mark.parametrize("harm", ["name", "head", "no git", "place", "commit", "gitdir", "pipe", "device"])
 def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path) -> None:
     root = package.parents[1]

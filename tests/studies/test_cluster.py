@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -134,6 +135,28 @@ def test_a_scheduler_that_accepts_and_never_answers_is_one_sentence() -> None:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(InputError, match=f"no Dask scheduler answers at {address} .no answer within 2 s"), executor(1, 1, address):
             pass
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", b""])
+def test_what_answers_but_is_no_scheduler_is_one_sentence_at_once(said: bytes, tmp_path: Path) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            if said:
+                self.request.recv(100)
+                self.request.sendall(said)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        command = [sys.executable, "-m", "onepass", "run", "quickstart", "--out", str(tmp_path)]
+        command += ["--scheduler", f"tcp://127.0.0.1:{server.server_address[1]}"]
+        began = time.monotonic()
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        took = time.monotonic() - began
+        server.shutdown()
+    assert ended.returncode == 2
+    (line,) = ended.stderr.strip().splitlines()
+    assert "(what answers there is another program, or another version of Dask)" in line
+    assert took < 15, "Dask would wait for 20 s before the process ends"
 
 
 @pytest.mark.usefixtures("quick_limits")

@@ -76,6 +76,35 @@ def test_crafted_studies_are_refused_or_shown(sound: Path, tmp_path: Path, capsy
     assert "not foreseen" not in capsys.readouterr().err
 
 
+MANY = [number / 1000 for number in range(1, 99_001)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "grid", "code"),
+    [
+        (["van"] * 1000, {"learning_rate": MANY}, "0"),
+        ([f"m{number}" for number in range(300)], {"learning_rate": MANY[:1000]}, "2"),
+        ([f"m{number}" for number in range(1000)], {"learning_rate": MANY[:98]}, "0"),
+        (["van"], {f"h{number}": MANY[:1] for number in range(99)} | {"learning_rate": MANY}, "0"),
+    ],
+    ids=["a method 1000 times", "too many units", "1000 methods", "many points"],
+)
+def test_the_status_of_a_study_that_plans_much_takes_seconds(
+    methods: list[str], grid: dict[str, list[float]], code: str, sound: Path, tmp_path: Path
+) -> None:
+    study = taken_from(sound)
+    study.study["recipe"] |= {"methods": methods, "grids": dict.fromkeys(methods, grid)}
+    last = study.units[-1]
+    for seed in range(9, 5009):
+        configuration = last["configuration"] | {"seed": seed}
+        study.units.append({**last, "configuration": configuration, "changed": True})
+    study.study["counts"]["units"] = len(study.units)
+    written_to(tmp_path, study)
+    began = time.process_time()
+    assert ended(["status", str(tmp_path)]) == code
+    assert time.process_time() - began < 10
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("resuming", [False, True])
 def test_every_crafted_study_is_refused_or_shown(resuming: bool, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,7 +244,8 @@ def test_a_data_folder_that_cannot_be_read_is_named(data_set: str, cache: Path, 
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "file/inside", "loop", "loop/inside"):
-        assert f"the data folder {tmp_path / name} (--data) does not exist" in refusal(data_set, str(tmp_path / name))
+        what = "is no folder" if name == "file" else "does not exist"
+        assert f"the data folder {tmp_path / name} (--data) {what}" in refusal(data_set, str(tmp_path / name))
     assert "(--data) cannot be read (File name too long)" in refusal(data_set, "x" * 300)
     monkeypatch.setenv("ONEPASS_DATA", "x" * 300)
     assert "(ONEPASS_DATA) cannot be read (File name too long)" in refusal(data_set, None)

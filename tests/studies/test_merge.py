@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from crafted import Study, taken_from, written_to
 from onepass.errors import InputError
 from onepass.studies.database import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.store import Store
-from stored import GRID, fill, record, study
+from stored import GRID, RUNS, fill, record, study
 
 
 def test_merging_brings_the_results_of_two_machines_together(tmp_path: Path) -> None:
@@ -48,10 +50,54 @@ def test_merging_finishes_what_the_first_had_only_planned_or_failed(tmp_path: Pa
         assert all(entry.traceback is None for entry in opened.contents.entries.values())
 
 
+def crafted(folder: Path, change: Callable[[Study], None]) -> Path:
+    """The study in a folder after a change, with right checksums."""
+    study = taken_from(folder)
+    change(study)
+    written_to(folder, study)
+    return folder
+
+
+@pytest.mark.parametrize("key", ["fleet", "place"])
+def test_merging_keeps_a_study_readable_whatever_numbers_the_other_gives_its_fleets(key: str, tmp_path: Path) -> None:
+    def largest(study: Study) -> None:
+        for unit in study.units:
+            unit[key] = 2**31 - 1
+
+    mine, theirs = fill(tmp_path / "mine", GRID[:1]), crafted(fill(tmp_path / "theirs", GRID), largest)
+    merge(mine, [theirs])
+    merge(theirs, [fill(tmp_path / "more", RUNS)])
+    for folder in (mine, theirs):
+        with study(folder) as opened:
+            opened.plan([RUNS[:1], RUNS[1:]])
+        with Store.read(folder) as opened:
+            assert {unit.id for unit in GRID} <= opened.contents.records.keys()
+    with Store.read(mine) as opened:
+        assert [opened.contents.entries[unit.id].fleet for unit in [*GRID, *RUNS]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_merging_refuses_results_of_another_number_of_tasks(existing: bool, tmp_path: Path) -> None:
+    def fewer(study: Study) -> None:
+        for arrays in study.arrays.values():
+            arrays.update({name: array[:2, :2] if array.ndim == 2 else array[:2] for name, array in arrays.items()})
+
+    mine, theirs = fill(tmp_path / "mine", GRID[:1]), crafted(fill(tmp_path / "theirs", GRID[1:]), fewer)
+    into, others = (mine, [theirs]) if existing else (tmp_path / "new", [mine, theirs])
+    with pytest.raises(InputError, match="other records of the study have another number of tasks"):
+        merge(into, others)
+    with Store.read(mine) as opened:
+        assert opened.contents.records.keys() == {GRID[0].id}
+    assert not (tmp_path / "new").exists()
+
+
 def test_merging_a_damaged_study_changes_nothing(tmp_path: Path) -> None:
     fill(tmp_path / "a", GRID[:1])
     fill(tmp_path / "b", GRID[1:])
     next((tmp_path / "b" / "arrays").iterdir()).write_bytes(b"")
+    with pytest.raises(InputError, match="truncated or altered"):
+        merge(tmp_path / "new", [tmp_path / "a", tmp_path / "b"])
+    assert not (tmp_path / "new").exists()
     with study(tmp_path / "all"):
         pass
     with pytest.raises(InputError, match="truncated or altered"):

@@ -347,6 +347,20 @@ def test_a_file_that_is_removed_while_the_study_runs_is_put_back(when: str, tmp_
         assert len(opened.contents.entries) == 4
 
 
+def test_a_folder_that_is_moved_while_the_study_runs_has_all_that_is_finished(tmp_path: Path) -> None:
+    def run() -> None:
+        with study(fill(tmp_path / "before")) as opened:
+            (tmp_path / "before").rename(tmp_path / "after")
+            opened.plan([RUNS])
+
+    with pytest.raises(InputError, match=r"was removed or moved while .* give the same command with its new place"):
+        run()
+    assert not (tmp_path / "before").exists()
+    assert records(tmp_path / "after") == 2
+    with study(tmp_path / "after") as opened:
+        assert len(opened.contents.entries) == 4
+
+
 def test_a_file_that_is_replaced_while_the_study_runs_stays_and_ours_is_saved_beside_it(tmp_path: Path) -> None:
     other = fill(tmp_path / "other")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import sqlite3
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +100,61 @@ def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
     rescued = rescue(tmp_path / "old", tmp_path / "new")
     assert rescued.lost
     assert len(found(tmp_path / "new")) == rescued.results > 20
+
+
+@pytest.mark.parametrize("harm", ["truncated", "truncated in a page", "lengthened", "header"])
+def test_a_file_of_another_length_costs_the_rows_that_are_gone(harm: str, tmp_path: Path) -> None:
+    many = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
+    path = fill(tmp_path / "old", many) / FILE
+    content = path.read_bytes()
+    size = (len(content) // 4096).to_bytes(4, "big")
+    assert content[28:32] == size
+    damages = {
+        "truncated": content[: -2 * 4096],
+        "truncated in a page": content[:-5000],
+        "lengthened": content + bytes(4096),
+        "header": content[:28] + b"\xff" * 4 + content[32:],
+    }
+    path.write_bytes(damages[harm])
+    rescued = rescue(tmp_path / "old", tmp_path / "new")
+    assert len(found(tmp_path / "new")) == rescued.results >= (60 if harm in ("lengthened", "header") else 35)
+    assert rescued.results + rescued.to_do == 60
+    assert len(rescued.lost) <= 2, "the end of the table, not each row of it"
+    assert bool(rescued.lost) == (rescued.results < 60)
+
+
+def test_the_last_page_of_a_table_costs_the_rows_on_it_alone(tmp_path: Path) -> None:
+    many = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
+    path = fill(tmp_path / "old", many) / FILE
+    content = bytearray(path.read_bytes())
+    for start in range(0, len(content), 4096):
+        page = content[start : start + 4096]
+        if many[-1].id.encode() in page and b"a processor" in page:
+            content[start] = 0  # no kind of page
+    path.write_bytes(content)
+    rescued = rescue(tmp_path / "old", tmp_path / "new")
+    assert len(found(tmp_path / "new")) == rescued.results > 40
+    assert [what.partition(":")[0] for what in rescued.lost] == ["the end of the table 'records'"]
+
+
+def test_no_room_for_a_copy_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = fill(tmp_path / "old") / FILE
+    path.with_name(f"{FILE}-journal").write_bytes(b"what a killed process left")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for place, most, why in (("nowhere", usual[0], "No such file"), ("", 1000, "File too large")):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
+        for command in (["rescue", str(tmp_path / "old"), str(tmp_path / "new")], ["status", str(tmp_path / "old")]):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, usual[1]))
+            try:
+                with pytest.raises(SystemExit) as ended:
+                    main(command)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+            said = capsys.readouterr().err
+            assert ended.value.code == 2
+            assert f"cannot be copied to the folder for temporary files ({why}" in said
+            assert "set TMPDIR" in said
+    assert not (tmp_path / "new").exists()
 
 
 def test_results_in_the_file_and_in_an_older_log_are_both_rescued(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,10 @@ def show(folder: Path, console: Console) -> None:
     """Print a table, a line a method, and what can be said about the rest."""
     with Store.read(folder) as store:
         recipe = store.contents.study["recipe"]
-        counts = {name: count(store, recipe, name) for name in recipe["methods"]}
+        entries: dict[str, dict[str, Entry]] = {name: {} for name in recipe["methods"]}
+        for unit, entry in store.contents.entries.items():
+            entries.get(entry.unit.method, {})[unit] = entry
+        counts = {name: count(store, recipe, name, entries[name]) for name in entries}
         revisions = {stored.provenance.revision for stored in store.contents.records.values()}
     busy, now = running(folder), _progress(folder)
     jobs = Counter(now.running.values()) if busy and now else Counter[str]()
@@ -73,23 +75,27 @@ def show(folder: Path, console: Console) -> None:
             console.print(f"{unit} ({entry.unit.method}): {last}", soft_wrap=True)
 
 
-def count(store: Store, recipe: dict[str, Any], name: str) -> Count:
-    """Of the units in the store, those that the recipe wants: its grid, and the runs of what is chosen from it now."""
-    contents, grid = store.contents, {hyper: list(dict.fromkeys(values)) for hyper, values in recipe["grids"][name].items()}
-    points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    place = {tuple(sorted(point.items())): number for number, point in enumerate(points)}
+def count(store: Store, recipe: dict[str, Any], name: str, entries: Mapping[str, Entry]) -> Count:
+    """Of a method's units in the store, those that the recipe wants.
+
+    These are its grid, and the runs of what is chosen from it now.
+    """
+    contents, given = store.contents, recipe["grids"][name]
+    grid = {hyper: list(dict.fromkeys(values)) for hyper, values in given.items()}
+    place = {hyper: {value: n for n, value in enumerate(values)} for hyper, values in grid.items()}
     tried: dict[str, Entry] = {}
     runs: dict[str, Entry] = {}
-    for unit, entry in contents.entries.items():
-        point = tuple(sorted(entry.unit.hyperparameters.items()))
-        if entry.unit.method == name and point in place and entry.unit.seed < recipe["cv_seeds" if entry.unit.part == "cv" else "seeds"]:
-            (tried if entry.unit.part == "cv" else runs)[unit] = entry
+    for unit, entry in entries.items():
+        point, part = entry.unit.hyperparameters, entry.unit.part
+        known = point.keys() == grid.keys() and all(point[h] in place[h] for h in grid)
+        if known and entry.unit.seed < recipe["cv_seeds" if part == "cv" else "seeds"]:
+            (tried if part == "cv" else runs)[unit] = entry
     done = [unit for unit in tried if unit in contents.records]
     failed = {unit: entry for unit, entry in tried.items() if entry.traceback is not None}
-    wanted = {"cv": len(points) * recipe["cv_seeds"], "ev": recipe["seeds"]}
+    wanted = {"cv": math.prod(map(len, grid.values())) * recipe["cv_seeds"], "ev": recipe["seeds"]}
     chosen = None
     if len(done) == wanted["cv"]:
-        done.sort(key=lambda unit: place[tuple(sorted(tried[unit].unit.hyperparameters.items()))])
+        done.sort(key=lambda unit: [place[h][tried[unit].unit.hyperparameters[h]] for h in grid])
         try:
             chosen = select([store.record(unit) for unit in done])
         except InputError:  # every grid point diverged: there is nothing more to do

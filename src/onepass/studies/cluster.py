@@ -72,10 +72,13 @@ class Cluster:
         self._address, self._threads = scheduler, threads
         check_address(scheduler)
         try:
-            self._client = within(CONNECT, lambda: Client(scheduler, timeout=10, set_as_default=False))
+            self._client = within(CONNECT, lambda: Client(scheduler, timeout=2 * CONNECT, set_as_default=False))
             there = within(CONNECT, self._client.nthreads)
         except Exception as reason:  # whatever Dask makes of what answers, but is no scheduler
-            raise InputError(f"no Dask scheduler answers at {scheduler} ({first_line(reason)}): start one, or leave out --scheduler") from None
+            abandon()  # Dask may go on asking
+            foreign = "what answers there is another program, or another version of Dask"
+            why = first_line(reason) if isinstance(reason, TimeoutError) else foreign
+            raise InputError(f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler") from None
         self.slots = sys.maxsize  # workers come and go: the scheduler knows best
         self._futures: list[Any] = []
         self._same: set[str] = set()  # workers with the same software

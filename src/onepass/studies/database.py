@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -103,7 +102,7 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         with refusing(path):
             busy, place = running(folder), path
             if not busy and left(path):
-                place = recovered(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onepass-"))), _results)
+                place = stack.enter_context(recovered(path, _results))
             connection = stack.enter_context(closing(_connect_to_read(place, alone=not busy)))
             current = _begin_reading(connection, stack.enter_context(closing(_connect(":memory:"))))
         yield current
@@ -144,8 +143,8 @@ def _connect_to_read(path: Path, alone: bool) -> sqlite3.Connection:
 
 def _check_what_was_left(path: Path) -> None:
     if left(path):
-        with tempfile.TemporaryDirectory(prefix="onepass-") as folder:
-            recovered(path, Path(folder), _results)
+        with recovered(path, _results):
+            pass
 
 
 def _results(connection: sqlite3.Connection) -> set[tuple[str, str]]:

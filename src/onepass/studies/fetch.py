@@ -96,7 +96,8 @@ def _is_in(given: str, wanted: DataSet, source: str) -> bool:
     folder, instead = Path(given), "name a folder that holds the data sets, or leave it out"
     try:
         if not folder.is_dir():
-            raise InputError(f"the data folder {given} ({source}) does not exist: {instead}")
+            what = "is no folder" if folder.exists() else "does not exist"
+            raise InputError(f"the data folder {given} ({source}) {what}: {instead}")
         if wanted.find(folder):
             return True
         missing = wanted.missing(folder)

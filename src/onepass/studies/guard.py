@@ -50,6 +50,11 @@ class Guard:
         """Raise if the file was removed or replaced, with its contents saved."""
         if self._is_there():
             return
+        if not self._path.parent.exists():
+            raise InputError(
+                f"the folder {self._path.parent} was removed or moved while the study ran:"
+                " if it was moved, what is finished is in it; give the same command with its new place"
+            )
         if self._saved_as is None:
             self._saved_as = self._free_name() if self._path.exists() else self._path
         try:

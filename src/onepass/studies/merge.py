@@ -27,9 +27,14 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
         sources = [stack.enter_context(Store.read(other)) for other in others]
         with ExitStack() as short:  # a reader must not be in the way of the writer
             there = [short.enter_context(Store.read(into))] if os.path.exists(into / FILE) else []
-            recipe = _united([*there, *sources])
-            for pair in combinations([*there, *sources], 2):
+            stores = [*there, *sources]
+            recipe = _united(stores)
+            for pair in combinations(stores, 2):
                 _refuse_conflicts(*pair)
+            for store in stores:  # what is damaged, or does not go together, is refused before anything is made
+                store.tasks = stores[0].tasks
+                for unit in store.contents.records:
+                    store.record(unit)
         with Store.write_to(into, create={"recipe": recipe.stored()}) as store:
             return list(zip(others, store.take(sources, recipe=recipe.stored()), strict=True))
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable
-from contextlib import closing, suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+
+from onepass.errors import InputError
 
 LOG, JOURNAL = "-wal", "-journal"  # of older versions, and of this one
 _MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names files to remove
@@ -40,16 +43,38 @@ def left(path: Path) -> list[Path]:
     return found
 
 
-def recovered(path: Path, folder: Path, results: Results) -> Path:
+@contextmanager
+def copied(*paths: Path) -> Iterator[Path]:
+    """Copies of files, in a temporary folder."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in paths]
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onepass-")))
+            for file, path in zip(files, paths, strict=True):
+                with (folder / path.name).open("xb") as copy:
+                    shutil.copyfileobj(file, copy)
+        except OSError as reason:
+            raise InputError(
+                f"{paths[0]} cannot be copied to the folder for temporary files"
+                f" ({reason.strerror or reason}): make room there, or set TMPDIR to another folder"
+            ) from None
+        yield folder
+
+
+@contextmanager
+def recovered(path: Path, results: Results) -> Iterator[Path]:
     """A copy of the file with what was left applied to it; raises where that is not the file's own."""
-    copy = folder / path.name
-    shutil.copyfile(path, copy)
     for beside in left(path):
         with beside.open("rb") as file:
             file.seek(max(0, beside.stat().st_size - len(_MAGIC)))
             if beside.name.endswith(JOURNAL) and file.read() == _MAGIC:
                 raise DamagedError(f"{beside.name} beside it names other files: move it away")
-        shutil.copyfile(beside, folder / beside.name)
+    with copied(path, *left(path)) as folder:
+        _apply(path, folder / path.name, results)
+        yield folder / path.name
+
+
+def _apply(path: Path, copy: Path, results: Results) -> None:
     before = _counter(copy)
     with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # this applies it
@@ -62,7 +87,6 @@ def recovered(path: Path, folder: Path, results: Results) -> Path:
             hidden = (_sound(results, alone) or set()) - found
         if hidden:
             raise DamagedError(f"{names} beside it is older than it and would hide {len(hidden)} results: move it away")
-    return copy
 
 
 def _sound(results: Results, connection: sqlite3.Connection) -> set[tuple[str, str]] | None:

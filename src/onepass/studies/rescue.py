@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -17,12 +15,14 @@ from onepass.protocol import grid_points
 from onepass.studies import schema
 from onepass.studies.database import FILE, TABLES, definition, is_sound, no_study, refusing
 from onepass.studies.recipe import Recipe, from_stored
-from onepass.studies.recovery import DamagedError, left
+from onepass.studies.recovery import LOG, DamagedError, copied, left
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
 
 _BAD = (DamagedError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 MOST_ROWS = 1_000_000  # that are looked for one by one
+MOST_BAD = 100_000  # in a row, after which no more are looked for where the end is unknown
+LONGEST = 2**32  # bytes that a truncated file is lengthened to
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class Rescued:
 
 def rescue(folder: Path, into: Path) -> Rescued:
     """Copy every sound row and file of arrays into a new study; the damaged one stays as it is."""
-    if (into / FILE).exists():
-        raise InputError(f"there is a study in {into} already: choose a folder without one")
-    if not (folder / FILE).is_file():
-        raise no_study(folder)
+    with refusing(into / FILE):
+        if (into / FILE).exists():
+            raise InputError(f"there is a study in {into} already: choose a folder without one")
     lost: list[str] = []
     with refusing(folder / FILE):
+        if not (folder / FILE).is_file():
+            raise no_study(folder)
         study, entries, records = _sound_rows(folder, lost)
     recipe = _recipe(folder, study)
     known = {unit.id: Entry(unit, 0, 0) for unit in _possible(recipe)} if records.keys() - entries.keys() else {}
@@ -91,13 +92,10 @@ def _sound_rows(folder: Path, lost: list[str]) -> tuple[dict[str, Any], dict[str
     study: dict[str, Any] = {}
     entries: dict[str, Entry] = {}
     records: dict[str, Stored] = {}
-    with tempfile.TemporaryDirectory(prefix="onepass-") as temporary:
-        alone, whole = Path(temporary) / "alone", Path(temporary) / "whole"
-        for place, beside in ((alone, []), (whole, [path for path in left(folder / FILE) if path.name.endswith("-wal")])):
-            place.mkdir()
-            for path in (folder / FILE, *beside):
-                shutil.copyfile(path, place / path.name)
-        for place in (alone, whole) if left(folder / FILE) else (alone,):
+    logs = [path for path in left(folder / FILE) if path.name.endswith(LOG)]
+    for files in ([folder / FILE], [folder / FILE, *logs]) if logs else ([folder / FILE],):
+        with copied(*files) as place:
+            _lengthen(place / FILE)
             damaged: list[str] = []
             for row in _rows(place / FILE, "study", damaged):
                 with suppress(*_BAD):
@@ -113,8 +111,20 @@ def _sound_rows(folder: Path, lost: list[str]) -> tuple[dict[str, Any], dict[str
                     records[row[0]] = stored_of(row)
                 except _BAD as reason:
                     damaged.append(f"a row of the table 'records': {reason}")
-            lost += [what for what in damaged if what not in lost]
+            known = set(lost)
+            lost += [what for what in damaged if what not in known]
     return study, entries, records
+
+
+def _lengthen(path: Path) -> None:
+    """Give a file the length that its header states: SQLite reads nothing of a shorter one."""
+    with path.open("r+b") as file:
+        header = file.read(32)
+        stated = int.from_bytes(header[16:18], "big") * int.from_bytes(header[28:], "big")
+        file.truncate(max(path.stat().st_size, min(stated, LONGEST)))
+        if len(header) == 32:
+            file.seek(28)
+            file.write(bytes(4))  # SQLite goes by the length of the file
 
 
 def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
@@ -124,20 +134,30 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
             connection.execute("PRAGMA trusted_schema = OFF")
             if connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone() != (definition(table),):
                 raise DamagedError("it is not there, or another one")
-            last = connection.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0] or 0
         except (sqlite3.Error, DamagedError) as reason:
             lost.append(f"the table '{table}': {reason}")
             return
+        end: list[str] = []
+        try:
+            last = connection.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0] or 0
+        except sqlite3.Error as reason:  # its last page is damaged
+            last, end = MOST_ROWS, [f"the end of the table '{table}': {reason}"]
+        bad: list[str] = []  # since the last row that is sound
         for number in range(1, min(last, MOST_ROWS) + 1):
             try:
                 row = connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?", (number,)).fetchone()
                 if row is not None and not is_sound(table, row):
                     raise DamagedError("it was altered")
             except (sqlite3.Error, *_BAD) as reason:
-                lost.append(f"row {number} of the table '{table}': {reason}")
+                bad.append(f"row {number} of the table '{table}': {reason}")
+                if end and len(bad) == MOST_BAD:
+                    break
                 continue
             if row is not None:
+                lost += bad
+                bad.clear()
                 yield row[:-1]
+        lost += end or bad
 
 
 def _possible(recipe: Recipe) -> Iterator[Unit]:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from onepass.studies.recovery import DamagedError
 
-PLANNED = 100_000  # units of a method: what is planned is counted through by every command
+PLANNED = 100_000  # units: what is planned is counted through by every command
 TASKS = 10_000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")  # speaks to a terminal
 
@@ -52,11 +52,14 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _can_be_counted_through(self) -> Recipe:
-        for name in self.methods:
+        planned = 0
+        for name in dict.fromkeys(self.methods):  # older versions kept what was given twice
             if name not in self.grids:
                 raise ValueError(f"it has no grid for {name}")
-            if math.prod(len(values) for values in self.grids[name].values()) * self.cv_seeds + self.seeds > PLANNED:
-                raise ValueError(f"it plans more than {PLANNED} units of {name}")
+            points = math.prod(len(set(values)) for values in self.grids[name].values())
+            planned += points * self.cv_seeds + self.seeds
+        if planned > PLANNED:
+            raise ValueError(f"it plans more than {PLANNED} units")
         return self
 
 

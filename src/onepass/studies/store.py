@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class Store:
         self.folder = folder
         self._connection, self._guard = connection, guard
         self._arrays: dict[str, dict[str, NDArray[Any]]] = {}
-        self._tasks: dict[str, int] = {}  # of each part, as the records have it
+        self.tasks: dict[str, int] = {}  # of each part, as the records have it; studies of one recipe may share it
         self.contents = self._load() if contents is None else contents
 
     # ---- opening
@@ -166,7 +167,7 @@ class Store:
             lengths = {entry.unit.part: schema.tasks_of(mine, stored.violations)}
             if stored.violations is not None and not stored.diverged:
                 lengths[f"violations of {entry.unit.part}"] = len(stored.violations)
-            if any(self._tasks.setdefault(what, length) != length for what, length in lengths.items()):
+            if any(self.tasks.setdefault(what, length) != length for what, length in lengths.items()):
                 raise DamagedError("other records of the study have another number of tasks")
         except DamagedError as reason:
             raise damaged(self.folder / "arrays" / stored.arrays, f"{unit}: {reason}") from None
@@ -246,7 +247,7 @@ class Store:
     def plan(self, fleets: Iterable[Sequence[Unit]]) -> None:
         """Give units their places: each sequence is a new fleet."""
         with self._change() as contents:
-            for number, units in enumerate(fleets, start=_next_fleet(contents)):
+            for number, units in zip(_free_fleets(contents), fleets, strict=False):
                 for place, unit in enumerate(units):
                     self._place(contents, Entry(unit, number, place))
 
@@ -287,21 +288,19 @@ class Store:
     def take(self, others: Sequence[Store], **study: Any) -> list[int]:
         """Copy the finished units that are not here from other stores, all of them or none, and set what the study knows about itself.
 
-        Returns how many came from each.
+        Returns how many came from each. Their records have been read: damaged ones are refused before
+        anything is changed.
         """
-        for other in others:
-            for name in {stored.arrays for unit, stored in other.contents.records.items() if unit not in self.contents.records}:
-                other._arrays_of(name)  # damaged files are refused before anything is changed
         counts = []
         with self._change() as contents:
             for other in others:
                 new = [unit for unit in other.contents.records if unit not in contents.records]
                 for name in {other.contents.records[unit].arrays for unit in new}:
                     write_here(self.folder / "arrays" / name, other._content_of(name))
-                first = _next_fleet(contents)
+                numbers = dict(zip(sorted({other.contents.entries[unit].fleet for unit in new}), _free_fleets(contents), strict=False))
                 for unit in new:
                     theirs = other.contents.entries[unit]
-                    known = contents.entries.get(unit, Entry(theirs.unit, first + theirs.fleet, theirs.place))
+                    known = contents.entries.get(unit, Entry(theirs.unit, numbers[theirs.fleet], theirs.place))
                     self._place(contents, Entry(known.unit, known.fleet, known.place))
                     self._insert_record(contents, other.contents.records[unit])
                 counts.append(len(new))
@@ -309,6 +308,7 @@ class Store:
         return counts
 
     def _place(self, contents: Contents, entry: Entry) -> None:
+        schema.check(schema.Place, "the place of a unit", {"fleet": entry.fleet, "place": entry.place, "traceback": entry.traceback})
         contents.entries[entry.unit.id] = entry
         put(self._connection, "units", (entry.unit.id, canonical(entry.unit.configuration), entry.fleet, entry.place, entry.traceback))
 
@@ -389,5 +389,7 @@ def _arrays_name(content: bytes) -> str:
     return f"{digest(content)[:32]}.safetensors"
 
 
-def _next_fleet(contents: Contents) -> int:
-    return 1 + max((entry.fleet for entry in contents.entries.values()), default=-1)
+def _free_fleets(contents: Contents) -> Iterator[int]:
+    """Numbers that no fleet has, the smallest ones first: a stored one may be any."""
+    taken = {entry.fleet for entry in contents.entries.values()}
+    return (number for number in count() if number not in taken)
