@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
 from onepass.studies.database import FILE
@@ -155,6 +156,16 @@ def test_no_room_for_a_copy_is_not_taken_for_damage(tmp_path: Path, monkeypatch:
             assert f"cannot be copied to the folder for temporary files ({why}" in said
             assert "set TMPDIR" in said
     assert not (tmp_path / "new").exists()
+
+
+def test_units_of_a_recipe_that_could_have_billions_are_not_all_looked_for(tmp_path: Path) -> None:
+    rates = [number / 1000 for number in range(1, 40_001)]
+    with study(fill(tmp_path / "old")) as opened:
+        recipe = RECIPE.stored() | {"methods": ["van"], "seeds": 40_000, "grids": {"van": {"learning_rate": rates}}}
+        opened.note(recipe=recipe)
+    execute(tmp_path / "old", f"DELETE FROM units WHERE id = '{GRID[0].id}'")
+    with limited(60):
+        assert rescue(tmp_path / "old", tmp_path / "new").results == 2
 
 
 def test_results_in_the_file_and_in_an_older_log_are_both_rescued(tmp_path: Path) -> None:

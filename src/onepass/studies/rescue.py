@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from onepass.files import StorageError
 from onepass.protocol import grid_points
 from onepass.studies import schema
 from onepass.studies.database import FILE, TABLES, definition, is_sound, no_study, refusing
-from onepass.studies.recipe import Recipe, from_stored
+from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored
 from onepass.studies.recovery import LOG, DamagedError, copied, left
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
@@ -45,7 +46,8 @@ def rescue(folder: Path, into: Path) -> Rescued:
             raise no_study(folder)
         study, entries, records = _sound_rows(folder, lost)
     recipe = _recipe(folder, study)
-    known = {unit.id: Entry(unit, 0, 0) for unit in _possible(recipe)} if records.keys() - entries.keys() else {}
+    possible = islice(_possible(recipe), MOST_UNITS if records.keys() - entries.keys() else 0)
+    known = {unit.id: Entry(unit, 0, 0) for unit in possible}
     contents = Contents(study, known | entries, records)
     with closing(sqlite3.connect(":memory:")) as none, Store.write_to(into, create={"recipe": recipe.stored()}) as store:
         source = Store(folder, none, contents=contents)
