@@ -222,7 +222,7 @@ MUTANTS = [
         "learners/icarl.py",
         "tests/learners/test_icarl.py tests/learners/test_herding.py",
         ("herding forgets what it chose", "(features + total[:, None]) / k", "features"),
-        ("the wrong exemplars are dropped", "self.x[:, :, :room]", "self.x[:, :, -room:]"),
+        ("the wrong exemplars are dropped", "self.x[:, :, :places]", "self.x[:, :, -places:]"),
         ("budget for each task", "self.budget // (len(self._slots) + len(classes))", "self.budget // len(classes)"),
         ("the network teaches itself", "theta=self.teacher", "theta=self.fleet.theta"),
         ("distils over all slots", "(self._new + self._strength * self._old)", "(1 + 0 * self._strength)"),
