@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,17 @@ from torch import nn
 from onepass.errors import InputError
 from onepass.models import Network
 from onepass.models.initial import Initialisation, initialise
+
+
+def test_sizes_of_a_network_are_known_without_values_and_without_torchs_compiler() -> None:
+    program = """
+import sys, torch
+from onepass.models.mlp import mlp
+with torch.device("meta"):
+    assert sum(values.numel() for values in mlp(784, [256, 256], 10).parameters()) == 269322
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(("layer", "bound"), [(nn.Conv2d(20, 64, 3), 1 / math.sqrt(3 * 20)), (nn.Linear(160, 100), 1 / math.sqrt(160))])

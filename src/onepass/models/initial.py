@@ -23,6 +23,8 @@ def initialise(layer: Layer, how: Initialisation = "normal") -> Layer:
     - `torch`: as torch does it.
     """
     weight, bias = layer.weight, layer.bias
+    if weight.is_meta:
+        return layer  # it has no values, and torch would import its compiler for erfinv
     if how == "normal":
         truncated_normal_(weight, 0.1)
     elif how == "xavier":
