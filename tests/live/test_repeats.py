@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import Memory, OnePass
-from onepass.live.repeats import Repeats, hashes
+from onepass.live.repeats import PLACES, Repeats, hashes
 from onepass.live.saving import packed
 
 SAYS = "the stream seems to repeat"
@@ -60,6 +60,31 @@ def test_a_second_epoch_after_loading_is_told(tmp_path: Path, caplog: pytest.Log
     for x, y in data() * 3:
         loaded.observe(x, y)
     assert SAYS in caplog.text
+
+
+@pytest.mark.parametrize("reload", [False, True], ids=["at once", "after loading"])
+def test_a_second_epoch_is_told_of_a_memory_that_holds_all_of_the_first(reload: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randn(8000, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8000) % 3
+    learner = OnePass(net(), "er", learning_rate=0.01, memory=Memory(per_task=20_000))
+    for rows in torch.arange(8000).split(500):
+        learner.observe(x[rows], y[rows])
+    if reload:
+        learner.save(tmp_path / "saved")
+        learner = OnePass.load(tmp_path / "saved", net())
+    assert SAYS not in caplog.text
+    for rows in torch.arange(8000).split(500):
+        learner.observe(x[rows], y[rows])
+    assert caplog.text.count(SAYS) == 1
+
+
+def test_what_is_remembered_of_the_examples_has_a_limit() -> None:
+    columns = {"x": torch.arange(20_000.0)[:, None]}
+    repeats = Repeats()
+    repeats.note(columns, range(20_000))
+    assert len(repeats._some) <= PLACES
+    assert repeats._again == 0
+    repeats.note(columns, range(20_000))
+    assert repeats._again >= PLACES // 4
 
 
 def test_a_stream_without_repetitions_is_never_suspected(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,18 +18,22 @@ ENOUGH = 10  # examples that came again, after which the user is told: a few may
 class Repeats:
     """Counts examples that enter the memory and were in it before; changes nothing in what is kept.
 
-    It remembers a 64-bit hash of the last examples that entered, in a table of fixed size. Most
-    examples of a long stream do not enter, and cost nothing.
+    It remembers a 64-bit hash of the last examples that entered, in a table of fixed size, and of some
+    of all that ever entered: a large memory has long left that table behind when it fills with copies.
+    Most examples of a long stream do not enter, and cost nothing.
     """
 
     def __init__(self) -> None:
         self._table = array("q", bytes(8 * PLACES))
+        self._some = set[int]()  # hashes that are divisible by
+        self._by = 1  # this power of two
         self._again = 0
         self._told = False
 
     def __copy__(self) -> Repeats:
         twin = Repeats()
         twin._table, twin._again, twin._told = self._table[:], self._again, self._told
+        twin._some, twin._by = set(self._some), self._by
         return twin
 
     def note(self, columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
@@ -38,8 +42,17 @@ class Repeats:
             return
         for found in hashes(columns, rows):
             place = found % PLACES
-            self._again += self._table[place] == found
+            self._again += self._table[place] == found or found in self._some
             self._table[place] = found
+            if found % self._by == 0:
+                self._keep(found)
+
+    def _keep(self, found: int) -> None:
+        """Remember a hash for good, or half of them where they are too many."""
+        self._some.add(found)
+        while len(self._some) > PLACES:
+            self._by *= 2
+            self._some = {one for one in self._some if one % self._by == 0}
 
     def tell(self) -> None:
         """Say it, once. Not in `note`: a handler of the log may raise, and that is in the middle of a change."""
@@ -55,6 +68,8 @@ class Repeats:
         """The examples of a restored memory."""
         for found in hashes(columns, range(max(0, size - PLACES), size)):
             self._table[found % PLACES] = found
+        for found in hashes(columns, range(0, size, -(-size // PLACES))):
+            self._keep(found)
 
 
 def hashes(columns: Mapping[str, Tensor], rows: Sequence[int]) -> list[int]:
