@@ -11,7 +11,7 @@ from sklearn.exceptions import NotFittedError
 from torch import Tensor, nn
 
 from live_classifier import blobs, same
-from onepass import InputError, OnePassClassifier
+from onepass import InputError, LearntError, OnePassClassifier
 
 # ---- errors
 
@@ -83,6 +83,53 @@ def test_a_batch_that_is_refused_ends_the_call_and_those_before_it_are_learnt() 
         fresh.partial_fit(X, y)
     assert fresh.learner_.steps == 2
     assert fresh.classes_.tolist() == [0, 1, 2, 3]
+
+
+def failing(at: int) -> OnePassClassifier:
+    """Its watch fails after some batches, once."""
+    told: list[object] = []
+
+    def watch(report: object) -> None:
+        told.append(report)
+        if len(told) == at:
+            raise LookupError("of my own")
+
+    return OnePassClassifier(random_state=0, settings={"watch": watch, "watch_every": 1})
+
+
+def test_what_fails_after_a_batch_says_how_many_rows_were_learnt() -> None:
+    X, y = blobs()
+    learner = failing(2)
+    says = r"^the first 20 of 200 rows were learnt, .*of my own.*: .*go on with the rows after"
+    with pytest.raises(LearntError, match=says) as caught:
+        learner.partial_fit(X, y, task_ends=True)
+    assert isinstance(caught.value.__cause__, LookupError)
+    learner.partial_fit(X[20:], y[20:], task_ends=True)
+    assert same(learner, OnePassClassifier(random_state=0).partial_fit(X, y, task_ends=True))
+    assert learner.learner_.segment == 1
+
+
+@pytest.mark.parametrize(("ends", "then"), [(True, r"end_task\(\)"), (False, "what comes next")])
+def test_what_fails_after_the_last_batch_says_what_is_left_to_do(ends: bool, then: str) -> None:
+    X, y = blobs()
+    learner = failing(20)
+    says = rf"^all 200 rows were learnt, .*: mend that, and go on with {then}$"
+    with pytest.raises(LearntError, match=says):
+        learner.partial_fit(X, y, task_ends=ends)
+    assert (learner.learner_.steps, learner.learner_.segment) == (20, 0)
+
+
+def test_a_fit_in_which_something_fails_keeps_nothing_and_says_so() -> None:
+    X, y = blobs()
+    learner = failing(30).fit(X, y)
+    before = learner.predict_proba(X)
+    says = r"^this fit is given up and all is as before, because something failed \(of my own\)"
+    with pytest.raises(InputError, match=says) as caught:
+        learner.fit(-X, y)
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert np.array_equal(learner.predict_proba(X), before)
+    with pytest.raises(InputError, match="given up"):
+        failing(1).fit(X, y)
 
 
 def test_a_call_whose_first_batch_is_refused_changes_nothing() -> None:

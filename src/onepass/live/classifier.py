@@ -22,7 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from onepass.draws import Purpose, Source, one_of_bits, torch_seeded
-from onepass.errors import InputError
+from onepass.errors import InputError, LearntError, first_line
 from onepass.learners import METHODS
 from onepass.live.memory import Memory
 from onepass.live.saving import AGAIN, packed, unpacked
@@ -72,7 +72,8 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Attributes once there were data: `classes_`, sorted; `n_features_in_`; and `feature_names_in_`, if columns have names; `learner_`, the
     `OnePass`, whose outputs are the classes in the order in which they came. Bad input raises a ValueError: `fit` then changes nothing, and
-    `partial_fit` keeps the batches before the one that was refused.
+    `partial_fit` keeps the batches before the one that was refused. A `LearntError` of `partial_fit`
+    says how many of its rows were learnt.
 
     A fitted classifier can be pickled and copied in the middle of its stream, and both go on in the same way.
     """
@@ -117,9 +118,13 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         learner = fresh._admit(np.unique(y), y)
         learner.advice.how = None  # the task ends below
         order = Source([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
-        fresh._learn(X, y, order)
-        if not learner.task_free:
-            fresh._end(X, y, order)
+        try:
+            fresh._learn(X, y, order)
+            if not learner.task_free:
+                fresh._end(X, y, order)
+        except LearntError as error:
+            why = f"this fit is given up and all is as before, because {_failed(error)}"
+            raise InputError(f"{why} fit again") from error.__cause__
         self.__dict__ = fresh.__dict__
         return self
 
@@ -138,7 +143,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 )
             learner.advice.how = None if task_ends else HOW + (", or make the classifier with task_free=True" if learner.learner.task_free else "")
             order = np.arange(len(X))
-            self._learn(X, y, order)
+            self._learn(X, y, order, "with end_task()" if task_ends else "with what comes next")
         if task_ends:
             self._end(X, y, order)
         return self
@@ -155,9 +160,18 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._end(X, y, np.arange(len(X)))
         return self
 
-    def _learn(self, X: Array, y: Array, order: Array) -> None:
+    def _learn(self, X: Array, y: Array, order: Array, then: str = "") -> None:
+        learnt = 0
         for rows, labels in self._batches(X, y, order):
-            self.learner_.observe(rows, labels)
+            learnt += len(rows)
+            try:
+                self.learner_.observe(rows, labels)
+            except LearntError as error:
+                some = learnt < len(order)
+                which = f"{f'the first {learnt} of' if some else 'all'} {len(order)} rows"
+                what = f"{which} were learnt, and then {_failed(error)}"
+                further = "with the rows after them" if some else then
+                raise LearntError(f"{what} go on {further}") from error.__cause__
 
     def _end(self, X: Array, y: Array, order: Array) -> None:
         self.learner_.end_task(again=self._batches(X, y, order) if self.learner_.learner.needs_review else None)
@@ -310,3 +324,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             state["learner_"] = unpacked(content, "the copy of the classifier", module, again)
             state["_view"] = state["learner_"], state["classes_"], state["_outputs"]
         super().__setstate__(state)
+
+
+def _failed(error: LearntError) -> str:
+    return f"something failed ({first_line(error.__cause__ or error)}): mend that, and"
