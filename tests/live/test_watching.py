@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from onepass import InputError, LearntError, LiveView, Memory, OnePass, TensorBoard
 from onepass.learners import METHODS
+from onepass.live.saving import packed
 from toys import FEATURES, Dropped, Normed, small_net
 
 CLASSES = 4
@@ -279,6 +280,31 @@ def test_a_refused_batch_does_not_change_the_report() -> None:
     with pytest.raises(InputError):
         learner.observe(x, y)
     assert learner.report() == before
+
+
+def test_a_module_that_fails_on_the_memory_is_one_sentence_and_the_task_goes_on() -> None:
+    class Picky(nn.Linear):
+        picky = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.picky and not self.training:
+                raise LookupError("of my own")
+            return super().forward(x)
+
+    module = Picky(FEATURES, CLASSES)
+    learner = OnePass(module, "er", learning_rate=0.1, memory=Memory(held_out=5))
+    for x, y in stream():
+        learner.observe(x, y)
+    before, module.picky = packed(learner), True
+    says = r"^the module or the loss refused examples of the memory \(of my own\)"
+    with pytest.raises(InputError, match=says):
+        learner.end_task()
+    assert packed(learner) == before
+    module.picky = False
+    learner.end_task()
+    module.picky = True
+    with pytest.raises(InputError, match=says):
+        learner.report()
 
 
 def test_an_error_of_a_watch_says_that_the_batch_was_learnt() -> None:
