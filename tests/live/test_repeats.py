@@ -63,8 +63,13 @@ def test_a_second_epoch_after_loading_is_told(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("reload", [False, True], ids=["at once", "after loading"])
-def test_a_second_epoch_is_told_of_a_memory_that_holds_all_of_the_first(reload: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    x, y = torch.randn(8000, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8000) % 3
+def test_a_second_epoch_is_told_of_a_memory_that_holds_all_of_the_first(
+    reload: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.randn(8000, 6, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(8000) % 3
     learner = OnePass(net(), "er", learning_rate=0.01, memory=Memory(per_task=20_000))
     for rows in torch.arange(8000).split(500):
         learner.observe(x[rows], y[rows])
@@ -85,6 +90,14 @@ def test_what_is_remembered_of_the_examples_has_a_limit() -> None:
     assert repeats._again == 0
     repeats.note(columns, range(20_000))
     assert repeats._again >= PLACES // 4
+
+
+def test_the_last_examples_are_known_again_after_any_number_of_others() -> None:
+    columns = {"x": torch.arange(100_000.0)[:, None]}
+    repeats = Repeats()
+    for rows in (range(99_900), range(99_900, 100_000), range(99_900, 100_000)):
+        repeats.note(columns, rows)
+    assert repeats._again >= 10
 
 
 def test_a_stream_without_repetitions_is_never_suspected(caplog: pytest.LogCaptureFixture) -> None:

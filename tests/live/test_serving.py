@@ -162,6 +162,53 @@ def test_reports_files_and_exports_of_another_thread_are_whole(tmp_path: Path) -
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), twin.state_dict().values(), strict=True))
 
 
+def the_second(report: dict[str, Any]) -> None:
+    """It was made after the second batch, all of it."""
+    assert report["step"] == 2
+
+
+CALLS: dict[str, Callable[[OnePass, Path], object]] = {
+    "predict": lambda learner, _: learner.predict(torch.zeros(1, FEATURES)),
+    "scores": lambda learner, _: learner.scores(torch.zeros(1, FEATURES)),
+    "report": lambda learner, _: the_second(learner.report()),
+    "violations": lambda learner, _: learner.violations,
+    "save": lambda learner, folder: learner.save(folder / "saved"),
+    "export": lambda learner, folder: learner.export(folder / "model.pt2"),
+    "learning rate": lambda learner, _: setattr(learner, "learning_rate", 0.2),
+    "end_task": lambda learner, _: learner.end_task(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_of_another_thread_waits_for_the_batch(call: str, tmp_path: Path) -> None:
+    class Waiting(nn.Linear):
+        waits = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.waits and self.training:
+                inside.set()
+                assert further.wait(60)
+            return super().forward(x)
+
+    inside, further, answered = (threading.Event() for _ in range(3))
+    module = Waiting(FEATURES, CLASSES)
+    learner = OnePass(module, learning_rate=0.1)
+    x, y = torch.randn(8, FEATURES), torch.arange(8) % CLASSES
+    learner.observe(x, y)
+    module.waits = True
+    learning = threading.Thread(target=lambda: learner.observe(x, y))
+    learning.start()
+    assert inside.wait(60)
+    module.waits = False
+    asking = threading.Thread(target=lambda: (CALLS[call](learner, tmp_path), answered.set()))
+    asking.start()
+    assert not answered.wait(0.1)
+    further.set()
+    learning.join(60)
+    asking.join(60)
+    assert answered.is_set()
+
+
 def test_those_who_wait_are_served_in_their_order() -> None:
     alone, order, inside = Exclusive(), list[int](), threading.Event()
 
