@@ -48,6 +48,23 @@ def test_a_step_of_half_precision_to_infinity_is_refused_and_leaves_no_trace(met
     assert learner.steps == 2
 
 
+@pytest.mark.parametrize(("kind", "scale"), [(torch.float16, 3e3), (torch.bfloat16, 1e25), (torch.float32, 1e25)])
+@pytest.mark.parametrize("method", ["van", "er"])
+def test_a_batch_that_takes_the_statistics_of_batch_norm_to_infinity_is_refused(
+    method: str,
+    kind: torch.dtype,
+    scale: float,
+) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)).to(kind)
+    learner = OnePass(module, method, learning_rate=0.1)
+    x, y = batch()
+    learner.observe(x.to(kind), y)
+    with refused(learner, "running statistics of batch-norm are not finite", "nothing was learnt"):
+        learner.observe((x * scale).to(kind), y)
+    learner.observe(x.to(kind), y)
+    assert learner.steps == 2
+
+
 @pytest.mark.parametrize(
     ("name", "rate", "says"),
     [("momentum", 3e38, "parameters that are not finite"), *((name, 1e300, "overflow") for name in ("momentum", "Adam", "RMSprop", "Adagrad"))],

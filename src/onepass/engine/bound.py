@@ -96,6 +96,7 @@ class Bound(Fleet):
         self._groups = groups
         trained = dict(zip(map(id, self._parameters), (place >= self.architecture.frozen for place in range(len(self._parameters))), strict=True))
         self._parts = list(self.architecture.module.modules())
+        self._normed = [part for part in self._parts if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         self._children = [list(part._modules.values()) for part in self._parts]
         self._owned = [
             (part._parameters, name, p, 0 if p is None else p.data_ptr(), p is not None and trained[id(p)])
@@ -265,6 +266,14 @@ class Bound(Fleet):
             raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
         self._length = math.sqrt(last)
 
+    def _refuse_statistics(self) -> None:
+        """Raise unless what batch-norm moved is finite: steps use a batch's own, but answers these."""
+        moved = [part for part in self._normed if part.training and part.track_running_stats]
+        found = [one for part in moved for one in (part.running_mean, part.running_var) if one is not None]
+        if found and not bool(torch.cat(found).isfinite().all()):
+            what = "the running statistics of batch-norm are not finite after this batch"
+            raise InputError(f"{what}: scale the data; nothing was learnt")
+
     def answer(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
         with self._evaluating():
@@ -360,6 +369,7 @@ class Bound(Fleet):
                 self.cosine = math.nan
                 direction = learner.direction(batch)
                 self._refuse_what_is_not_finite(direction)
+                self._refuse_statistics()
                 before = self.theta.clone() if learner.wants_delta or self.optimizer is not None else None
                 self._take(direction, before)
                 learner.accept()
