@@ -87,11 +87,14 @@ def write_out(path: Path, content: bytes) -> None:
     write(path, content)
 
 
-def write_here(path: Path, content: bytes) -> None:
-    """Write as `write` does, but replace what has this name: a link leads to files of others."""
+def write_here(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write as `write` does, but replace what has this name: a link leads to files of others.
+
+    `mode` is what the umask leaves something of if the file is new.
+    """
     try:
         before = path.stat() if path.is_file() and not path.is_symlink() else None
-        handle, temporary = _begin(path, 0o666 if before is None else 0o600)
+        handle, temporary = _begin(path, mode if before is None else 0o600)
         with os.fdopen(handle, "wb") as file:
             try:
                 file.write(content)

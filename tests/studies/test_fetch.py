@@ -18,6 +18,7 @@ from threading import Thread
 import pytest
 
 from onepass.errors import InputError
+from onepass.files import TEMPORARY, temporary_name
 from onepass.streams import STREAMS, cifar, mnist
 from onepass.studies import fetch
 
@@ -364,3 +365,25 @@ def test_the_folder_of_a_fetched_data_set_obeys_the_umask(archives: Path, cache:
     finally:
         os.umask(before)
     assert (cache / "cifar100").stat().st_mode & 0o777 == 0o750
+
+
+def test_what_a_killed_fetch_left_is_removed_by_the_next_one(archives: Path, cache: Path) -> None:
+    prefix = temporary_name("cifar100")
+    names = (f"{prefix}-killed00", f"{prefix}-atwork00", f"{TEMPORARY}notes")
+    left, held, mine = (cache / name for name in names)
+    for folder in (left, held, mine):
+        (folder / "cifar100").mkdir(parents=True)
+        (folder / "cifar100" / "part").write_bytes(b"x")
+    link = cache / f"{prefix}-link0000"
+    link.symlink_to(mine)
+    with fetch._locked(held):
+        fetch.locate("cifar100", None)
+    assert not left.exists()
+    assert set(cache.iterdir()) == {cache / "cifar100", held, mine, link}
+    assert (mine / "cifar100" / "part").read_bytes() == b"x"
+
+
+def test_a_fetch_is_not_disturbed_by_another_one(archives: Path, cache: Path) -> None:
+    with fetch._staging(cache / "cifar100") as folder, fetch._staging(cache / "cifar100"):
+        assert Path(folder).is_dir()
+    assert list(cache.iterdir()) == []

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -248,6 +249,52 @@ def test_what_a_killed_process_left_is_gone_after_the_next_run_and_files_of_othe
     assert all(path.exists() for path in others)
 
 
+@pytest.mark.parametrize("end", ["-wal", "-journal"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_log_or_a_journal_without_its_file_is_left_alone(
+    empty: bool,
+    end: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if empty:
+        (tmp_path / FILE).touch()
+    (tmp_path / f"{FILE}{end}").write_bytes(b"mine")
+    assert outcome("run", "quickstart", "--out", str(tmp_path), *QUICK) == 2
+    assert f"{FILE}{end} beside it is not of a new study: move it away" in capsys.readouterr().err
+    assert (tmp_path / f"{FILE}{end}").read_bytes() == b"mine"
+
+
+def test_a_pipe_with_the_name_of_a_study_is_left_alone(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    os.mkfifo(tmp_path / FILE)
+    assert outcome("run", "quickstart", "--out", str(tmp_path), *QUICK) == 2
+    assert "it is no plain file" in capsys.readouterr().err
+    assert (tmp_path / FILE).is_fifo()
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from onepass.studies import database
+from stored import fill
+database.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+fill(Path({folder!r}))
+"""
+
+
+def test_what_a_killed_creation_left_is_gone_after_the_next_run(tmp_path: Path) -> None:
+    script = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", script], timeout=100)
+    assert ended.returncode == -signal.SIGKILL
+    assert any(path.name.startswith(TEMPORARY) for path in tmp_path.iterdir())
+    fill(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {FILE, "lock", "arrays"}
+
+
 # ---- other processes
 
 
@@ -345,6 +392,18 @@ def test_a_file_that_is_removed_while_the_study_runs_is_put_back(when: str, tmp_
     assert records(tmp_path) == (4 if when == "before the end" else 2)
     with study(tmp_path) as opened:
         assert len(opened.contents.entries) == 4
+
+
+def test_a_private_file_that_is_put_back_is_private(tmp_path: Path) -> None:
+    def run() -> None:
+        with study(fill(tmp_path)) as opened:
+            (tmp_path / FILE).chmod(0o600)
+            opened.plan([RUNS])
+            (tmp_path / FILE).unlink()
+
+    with pytest.raises(InputError, match="was removed or replaced"):
+        run()
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_is_moved_while_the_study_runs_has_all_that_is_finished(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
         make_folder(folder / "arrays")
         _remove_leftovers(folder)
         with refusing(path):
+            if path.exists() and not path.is_file():
+                raise DamagedError("it is no plain file")
             if not path.exists() or not path.stat().st_size:
                 _create(path, folder, create)
             _check_what_was_left(path)
@@ -240,9 +242,13 @@ def _create(path: Path, folder: Path, create: Mapping[str, Any] | None) -> None:
     results = sum(bool(ARRAYS.fullmatch(file.name)) for file in (folder / "arrays").iterdir())
     if create is None or results:
         raise DamagedError("it is empty" + (f", though arrays/ holds {results} files of results" if results else ""))
+    if left(path):  # SQLite would remove them, and a log may hold all of a study
+        names = " and ".join(beside.name for beside in left(path))
+        raise DamagedError(f"{names} beside it is not of a new study: move it away")
     temporary = path.with_name(f"{temporary_name(path.name)}-{secrets.token_hex(8)}")
     try:
         with closing(_connect(f"{temporary.absolute().as_uri()}?mode=rwc")) as connection:
+            connection.execute("PRAGMA journal_mode = MEMORY")  # a killed process leaves none
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("BEGIN IMMEDIATE")
             for table in TABLES:

