@@ -21,6 +21,7 @@ import torch
 from torch import nn, optim
 
 import live_fuzz
+from fuzzing import in_a_process, outcome
 from live_fuzz import CASES, content_of, taken_apart
 from live_refusals import changed, refusal, setting
 from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
@@ -169,6 +170,31 @@ def test_lengths_depths_and_repetitions_are_bounded(tmp_path: Path) -> None:
         refusal(content[: 8 + length] + other, case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("value", "comma"),
+    [
+        (r"\u007b\"a\":1}", r"\u002c"),
+        (r"\u005b]", r"\u002c"),
+        (r"1.5", r"\u002c"),
+        (r"{\"a\":1}", "," + " " * 6),
+        (r"[]", "," + " " * 14),
+    ],
+    ids=["dictionaries as numbers", "lists as numbers", "commas as numbers", "dictionaries", "lists"],
+)
+def test_the_values_of_a_header_are_counted_however_they_are_written(value: str, comma: str, tmp_path: Path) -> None:
+    count = 60_000_000 // len(value + comma)
+    inner = rf"{{\"checksum\":\"\",\"format\":1,\"x\":[{(value + comma) * count}0]}}"
+    header = f'{{"__metadata__":{{"onepass":"{inner}"}}}}'.encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header)
+    module = net()
+    del inner, header
+
+    def load() -> list[str]:
+        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
+
+    assert in_a_process(load, 600 * 2**20) == ["refused"]
+
+
 def test_only_plain_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
@@ -194,6 +220,20 @@ def test_a_large_file_of_another_kind_is_refused_unread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="damaged"):
         OnePass.load(tmp_path / "large", net())
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("when", ["a report", "the end of a task"])
+def test_examples_in_a_file_that_the_module_refuses_are_one_sentence(when: str, tmp_path: Path) -> None:
+    def change(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["memory.examples.x"].fill_(1000)  # words that the module does not have
+
+    case = CASES["mega-1, two inputs"]
+    (tmp_path / "file").write_bytes(changed("mega-1, two inputs", change))
+    learner = OnePass.load(tmp_path / "file", case.build(), **({"watch": print} if when == "the end of a task" else {}))
+    before = learner.segment, learner.batches
+    with pytest.raises(InputError, match=r"refused examples in the memory .*forgetting cannot be measured"):
+        learner.end_task() if when == "the end of a task" else learner.report()
+    assert (learner.segment, learner.batches) == before
 
 
 def test_a_module_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.errors import InputError
 from onepass.interrupts import Opened
+from onepass.live.settings import refusing
 from onepass.streams.batch import Batch
 
 if TYPE_CHECKING:
@@ -131,10 +132,11 @@ class Watch:
             total = 0.0
             for start in range(0, len(rows), AT_ONCE):
                 batch = memory.take(torch.tensor(rows[start : start + AT_ONCE]))
-                if owner.classifies:
-                    total += float(owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum())
-                else:
-                    total -= owner.fleet.loss_on(batch) * batch.slots.shape[1]
+                with refusing("the module or the loss refused examples in the memory", "so forgetting cannot be measured"):
+                    if owner.classifies:
+                        total += float(owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum())
+                    else:
+                        total -= owner.fleet.loss_on(batch) * batch.slots.shape[1]
             found[group] = total / len(rows)
         return found
 
