@@ -26,6 +26,7 @@ from live_fuzz import CASES, content_of, taken_apart
 from live_refusals import changed, refusal, setting
 from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
 from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass.files import canonical, digest
 from onepass.live import storage
 from onepass.live.saving import packed
 from onepass.streams.slots import Slots
@@ -220,6 +221,22 @@ def test_a_large_file_of_another_kind_is_refused_unread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="damaged"):
         OnePass.load(tmp_path / "large", net())
     assert time.monotonic() - began < 60
+
+
+def test_a_header_of_many_tensors_is_refused_before_they_are_made(tmp_path: Path) -> None:
+    about, _ = taken_apart(content_of("a-gem", MIDDLE))
+    entries = [f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000)]
+    about |= {"format": 1, "tensors": "0" * 64}
+    own = json.dumps({"onepass": canonical(about | {"checksum": digest(canonical(about))})})
+    header = ("{" + ",".join([f'"__metadata__":{own}', *entries]) + "}").encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header)
+    module = net()
+    del entries, header
+
+    def load() -> list[str]:
+        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
+
+    assert in_a_process(load, 2**29) == ["refused"]
 
 
 @pytest.mark.parametrize("when", ["a report", "the end of a task"])

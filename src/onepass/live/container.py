@@ -24,6 +24,7 @@ FORMAT = 1
 LONGEST = 100_000_000  # bytes of a header: safetensors reads no longer one
 # Values in a header, and one more for every eight bytes of the file: each costs some hundred bytes.
 VALUES = 2**20
+DICTIONARIES = 2**17  # one for each tensor, and few others: each costs several times as much
 KEY = "onepass"  # of our header in that of safetensors
 
 
@@ -101,11 +102,8 @@ def _header(begin: bytes, size: int, path: str) -> dict[str, Any]:
 
 
 def _check_values(lists: int, dictionaries: int, more: int, size: int) -> None:
-    """Raise if a header of a file of this size has more values than there is reason for.
-
-    A dictionary takes several times the room of a list.
-    """
-    if lists + dictionaries + more > VALUES + size // 8 or dictionaries > VALUES:
+    """Raise if a header of a file of this size has more values than there is reason for."""
+    if lists + dictionaries + more > VALUES + size // 8 or dictionaries > DICTIONARIES:
         raise ValueError("it has too many values")
 
 

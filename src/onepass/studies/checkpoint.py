@@ -18,7 +18,7 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from onepass.files import TEMPORARY, canonical, digest, make_folder, read_plain, remove_if_abandoned, write_here
+from onepass.files import TEMPORARY, canonical, digest, header_is_short, make_folder, read_plain, remove_if_abandoned, write_here
 from onepass.protocol import Snapshot
 from onepass.studies import schema
 from onepass.studies.database import FLEET
@@ -123,6 +123,8 @@ class Checkpoints:
             tensors = read_plain(path.with_suffix(".safetensors"), memory("cpu") // 2)
         if digest(tensors) != about["tensors"]:
             raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
+        if not header_is_short(tensors):
+            raise RefusedError("it has too many tensors")
         try:
             return Snapshot(about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"])
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:
