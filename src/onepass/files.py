@@ -23,6 +23,7 @@ from onepass.devices import is_device, pour
 from onepass.errors import InputError
 from onepass.interrupts import Opened
 
+LONGEST_HEADER = 2**22  # bytes: a fleet has some thousand tensors
 TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
 _UNFINISHED = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{16}(-[0-9a-f]{16})?")
 
@@ -129,6 +130,11 @@ def read_plain(path: Path, most: int) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, "it is too large")
         return file.read(size)
+
+
+def header_is_short(content: bytes) -> bool:
+    """Whether the header of a safetensors file is one of few tensors: thirty times its size is taken."""
+    return int.from_bytes(content[:8], "little") <= LONGEST_HEADER
 
 
 def resolved(path: Path) -> Path:

@@ -21,10 +21,12 @@ import torch
 from torch import nn, optim
 
 import live_fuzz
+from fuzzing import in_a_process, outcome
 from live_fuzz import CASES, content_of, taken_apart
 from live_refusals import changed, refusal, setting
 from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
 from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass.files import canonical, digest
 from onepass.live import storage
 from onepass.live.saving import packed
 from onepass.streams.slots import Slots
@@ -169,6 +171,31 @@ def test_lengths_depths_and_repetitions_are_bounded(tmp_path: Path) -> None:
         refusal(content[: 8 + length] + other, case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("value", "comma"),
+    [
+        (r"\u007b\"a\":1}", r"\u002c"),
+        (r"\u005b]", r"\u002c"),
+        (r"1.5", r"\u002c"),
+        (r"{\"a\":1}", "," + " " * 6),
+        (r"[]", "," + " " * 14),
+    ],
+    ids=["dictionaries as numbers", "lists as numbers", "commas as numbers", "dictionaries", "lists"],
+)
+def test_the_values_of_a_header_are_counted_however_they_are_written(value: str, comma: str, tmp_path: Path) -> None:
+    count = 60_000_000 // len(value + comma)
+    inner = rf"{{\"checksum\":\"\",\"format\":1,\"x\":[{(value + comma) * count}0]}}"
+    header = f'{{"__metadata__":{{"onepass":"{inner}"}}}}'.encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header)
+    module = net()
+    del inner, header
+
+    def load() -> list[str]:
+        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
+
+    assert in_a_process(load, 600 * 2**20) == ["refused"]
+
+
 def test_only_plain_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
@@ -194,6 +221,36 @@ def test_a_large_file_of_another_kind_is_refused_unread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="damaged"):
         OnePass.load(tmp_path / "large", net())
     assert time.monotonic() - began < 60
+
+
+def test_a_header_of_many_tensors_is_refused_before_they_are_made(tmp_path: Path) -> None:
+    about, _ = taken_apart(content_of("a-gem", MIDDLE))
+    entries = [f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000)]
+    about |= {"format": 1, "tensors": "0" * 64}
+    own = json.dumps({"onepass": canonical(about | {"checksum": digest(canonical(about))})})
+    header = ("{" + ",".join([f'"__metadata__":{own}', *entries]) + "}").encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header)
+    module = net()
+    del entries, header
+
+    def load() -> list[str]:
+        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
+
+    assert in_a_process(load, 2**29) == ["refused"]
+
+
+@pytest.mark.parametrize("when", ["a report", "the end of a task"])
+def test_examples_in_a_file_that_the_module_refuses_are_one_sentence(when: str, tmp_path: Path) -> None:
+    def change(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["memory.examples.x"].fill_(1000)  # words that the module does not have
+
+    case = CASES["mega-1, two inputs"]
+    (tmp_path / "file").write_bytes(changed("mega-1, two inputs", change))
+    learner = OnePass.load(tmp_path / "file", case.build(), **({"watch": print} if when == "the end of a task" else {}))
+    before = learner.segment, learner.batches
+    with pytest.raises(InputError, match=r"refused examples of the memory .*forgetting cannot be measured"):
+        learner.end_task() if when == "the end of a task" else learner.report()
+    assert (learner.segment, learner.batches) == before
 
 
 def test_a_module_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -163,6 +163,33 @@ def test_an_archive_is_refused_whatever_is_in_it_though_its_checksum_is_right(
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
+def with_holes(form: int, size: int) -> bytes:
+    """An archive whose member has half a kilobyte, and as many zeros around it as it says."""
+    member = tarfile.TarInfo(WANTED)
+    member.size, made = 512, io.BytesIO()
+    if form == tarfile.PAX_FORMAT:
+        member.pax_headers = {"GNU.sparse.size": str(size), "GNU.sparse.map": "0,512"}
+        with tarfile.open(fileobj=made, mode="w", format=form) as archive:
+            archive.addfile(member, io.BytesIO(b"x" * 512))
+        return made.getvalue()
+    member.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(member.tobuf(form))
+    for place, number in ((386, 0), (398, 512), (483, size)):
+        header[place : place + 12] = b"\x80" + number.to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + b"x" * 512 + bytes(1024)
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT], ids=["gnu", "pax"])
+def test_holes_in_an_archive_are_not_filled(form: int, tmp_path: Path) -> None:
+    path = tmp_path / "some.tgz"
+    path.write_bytes(gzip.compress(with_holes(form, 2**24)))
+    with tarfile.open(path) as archive:
+        assert archive.getmembers()[0].size == 2**24
+    assert list(archives.members(path, {WANTED}, 20_000)) == []
+
+
 def test_no_more_of_an_archive_is_unpacked_than_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "some.tgz"
     path.write_bytes(gzip.compress(packed(("a", b"1" * 5000, tarfile.REGTYPE), ("b", b"2" * 5000, tarfile.REGTYPE))))

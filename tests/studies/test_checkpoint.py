@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuzzing import in_a_process
 from onepass.files import canonical, digest
 from onepass.learners import METHODS, ewc
 from onepass.learners.base import Reference
@@ -359,3 +360,29 @@ def test_a_checkpoint_whose_description_is_crafted_is_refused(changes: dict[str,
         found = keeper.last()
         assert found is not None
         assert found.batches == 4
+
+
+@pytest.mark.parametrize("value", ["[]", '{"a":1}', "{}", "1.5", '""'])
+def test_a_checkpoint_of_many_values_takes_little_memory(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "0001-00000008.json"
+    path.write_text(f'{{"x":[{f"{value}," * ((2**26 - 100) // (len(value) + 1))}0]}}')
+    keeper = Checkpoints(tmp_path, "fleet")
+    assert in_a_process(lambda: [str(keeper.last())], 2**29) == ["None"]
+    path.write_text(f'{{"x":[{f"{value}," * ((2**24 - 100) // (len(value) + 1))}0]}}')
+    assert in_a_process(lambda: [str(keeper.last())]) == ["None"]
+
+
+def test_a_checkpoint_of_many_tensors_takes_little_memory(tmp_path: Path) -> None:
+    keeper = two(tmp_path)
+    entries = (f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000))
+    header = ("{" + ",".join(entries) + "}").encode()
+    content = len(header).to_bytes(8, "little") + header
+    (tmp_path / "0001-00000008.safetensors").write_bytes(content)
+    rewrite(tmp_path, tensors=digest(content))
+    del header, content
+
+    def last() -> list[str]:
+        found = keeper.last()
+        return ["none" if found is None else str(found.batches)]
+
+    assert in_a_process(last, 2**29) == ["4"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from crafted import mutations, taken_from, written_to
-from fuzzing import limited
+from fuzzing import in_a_process, limited
 from onepass.cli import main
 
 SMALL = "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[4] --set grids.van.learning_rate=0.1"
@@ -74,6 +74,35 @@ def test_crafted_studies_are_refused_or_shown(sound: Path, tmp_path: Path, capsy
     assert counts.total() > 400
     assert counts["2"] > 250
     assert "not foreseen" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("table", ["study", "units"])
+@pytest.mark.parametrize("command", ["status", "rescue"])
+def test_rows_of_many_dictionaries_take_little_memory(command: str, table: str, sound: Path, tmp_path: Path) -> None:
+    value = [{"a": 1} for _ in range(2**20)]
+    study = taken_from(sound)
+    for number in range(3):
+        if table == "study":
+            study.study[f"more {number}"] = value
+        else:
+            last = study.units[-1]
+            configuration = last["configuration"] | {"seed": 9 + number, "more": value}
+            study.units.append({**last, "configuration": configuration, "changed": True})
+    study.study["counts"]["units"] = len(study.units)
+    written_to(tmp_path / "study", study)
+    del study, value
+    words = [command, str(tmp_path / "study"), *([str(tmp_path / "rescued")] if command == "rescue" else [])]
+    assert in_a_process(lambda: [ended(words)], 2**29) == ["1" if command == "rescue" else "2"]
+
+
+def test_a_file_of_many_arrays_takes_little_memory(sound: Path, tmp_path: Path) -> None:
+    study = taken_from(sound)
+    entries = (f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000))
+    header = ("{" + ",".join(entries) + "}").encode()
+    study.raw = dict.fromkeys(study.arrays, len(header).to_bytes(8, "little") + header)
+    written_to(tmp_path / "study", study)
+    del study, header
+    assert in_a_process(lambda: [ended(["table", str(tmp_path / "study")])], 2**28) == ["2"]
 
 
 MANY = [number / 1000 for number in range(1, 99_001)]

@@ -24,6 +24,7 @@ FORMAT = 1
 LONGEST = 100_000_000  # bytes of a header: safetensors reads no longer one
 # Values in a header, and one more for every eight bytes of the file: each costs some hundred bytes.
 VALUES = 2**20
+DICTIONARIES = 2**17  # one for each tensor, and few others: each costs several times as much
 KEY = "onepass"  # of our header in that of safetensors
 
 
@@ -78,11 +79,12 @@ def _header(begin: bytes, size: int, path: str) -> dict[str, Any]:
 
     `begin` is the length of the header of safetensors, and that header.
     """
-    if sum(begin.count(sign) for sign in (b"[", b"{", b",")) > VALUES + size // 8:
-        raise _foreign(path)
     try:
+        _check_values(begin.count(b"["), begin.count(b"{"), begin.count(b","), size)
         outer = json.loads(begin[8:], object_pairs_hook=_once)
         text = outer["__metadata__"][KEY]
+        # Once more: in the outer header a sign may be written as its number.
+        _check_values(text.count("["), text.count("{"), text.count(","), size)
         about: dict[str, Any] = json.loads(text)
         version, checksum = about["format"], about.pop("checksum")
         sound = checksum == digest(canonical(about)) and canonical(about | {"checksum": checksum}) == text
@@ -97,6 +99,12 @@ def _header(begin: bytes, size: int, path: str) -> dict[str, Any]:
     if not _lies_well(outer, size - len(begin)):
         raise InputError(f"{path} is damaged: its tensors cannot be read")
     return about
+
+
+def _check_values(lists: int, dictionaries: int, more: int, size: int) -> None:
+    """Raise if a header of a file of this size has more values than there is reason for."""
+    if lists + dictionaries + more > VALUES + size // 8 or dictionaries > DICTIONARIES:
+        raise ValueError("it has too many values")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

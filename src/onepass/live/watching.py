@@ -132,7 +132,7 @@ class Watch:
             total = 0.0
             for start in range(0, len(rows), AT_ONCE):
                 batch = memory.take(torch.tensor(rows[start : start + AT_ONCE]))
-                with refusing("the module or the loss refused examples of the memory", "mend it, and try again"):
+                with refusing("the module or the loss refused examples of the memory", "forgetting cannot be measured"):
                     if owner.classifies:
                         total += float(owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum())
                     else:

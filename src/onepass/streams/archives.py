@@ -39,9 +39,10 @@ def members(path: Path, names: Collection[str], most: int) -> Iterator[tuple[str
             packed.most = most
             with tarfile.open(fileobj=packed, mode="r:") as archive:
                 # As they come: to look for one by name is to decompress everything once more.
-                # Plain files only: a link may lead in a circle.
+                # Plain files only: a link may lead in a circle, and one with holes may be of any size.
                 for member in archive:
-                    file = archive.extractfile(member) if member.name in names and member.isreg() else None
+                    plain = member.isreg() and not member.issparse()
+                    file = archive.extractfile(member) if member.name in names and plain else None
                     if file is not None:
                         yield member.name, file.read()
     except DamagedError:

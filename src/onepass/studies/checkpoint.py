@@ -18,7 +18,7 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from onepass.files import TEMPORARY, canonical, digest, make_folder, read_plain, remove_if_abandoned, write_here
+from onepass.files import TEMPORARY, canonical, digest, header_is_short, make_folder, read_plain, remove_if_abandoned, write_here
 from onepass.protocol import Snapshot
 from onepass.studies import schema
 from onepass.studies.database import FLEET
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"\d{4,}-\d{8,}\.(json|safetensors)")  # other files are not ours
 FORMAT = 1
 KEPT = 2
-LARGEST_ABOUT = 2**26  # bytes of the small file
+LARGEST_ABOUT = 2**24  # bytes of the small file, which take up to a hundred times as many in memory
 SHARE = 0.005  # of a fleet's time may go into checkpoints that nobody asked for
 PATIENCE = 5.0  # seconds before the first of them, whose cost is not known yet
 LONG = 60.0  # seconds after which one is written in the middle of a task, too
@@ -123,6 +123,8 @@ class Checkpoints:
             tensors = read_plain(path.with_suffix(".safetensors"), memory("cpu") // 2)
         if digest(tensors) != about["tensors"]:
             raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
+        if not header_is_short(tensors):
+            raise RefusedError("it has too many tensors")
         try:
             return Snapshot(about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"])
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:

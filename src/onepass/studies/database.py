@@ -48,6 +48,11 @@ TABLES = {
     "records": ("unit", "arrays", "violations", "seconds", "state_bytes", "diverged", "device", "versions", "revision", "finished"),
 }
 
+JSON = {"study": ["value"], "units": ["configuration"], "records": ["violations", "versions"]}
+# Lists and dictionaries in the JSON of a table. Each takes up to two hundred bytes, and 100 000 units
+# have half a million.
+NESTED = 2**21
+
 # How a store of version n becomes one of version n + 1: a function of a connection, inside a transaction.
 MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {}
 
@@ -161,10 +166,20 @@ def _results(connection: sqlite3.Connection) -> set[tuple[str, str]]:
 
 def rows(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
     """All rows of a table, each checked."""
+    room = NESTED
     for row in connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table}"):
         if not is_sound(table, row):
             raise DamagedError(f"a row of its table '{table}' was altered")
+        room -= nested(table, row)
+        if room < 0:
+            raise DamagedError(f"its table '{table}' has more in it than a study")
         yield row[:-1]
+
+
+def nested(table: str, row: Sequence[Any]) -> int:
+    """How many lists and dictionaries the JSON in a row may have."""
+    texts = (row[TABLES[table].index(name)] for name in JSON[table])
+    return sum(text.count("[") + text.count("{") for text in texts if isinstance(text, str))
 
 
 def is_sound(table: str, row: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from onepass.errors import InputError
 from onepass.files import StorageError
 from onepass.protocol import grid_points
 from onepass.studies import schema
-from onepass.studies.database import FILE, TABLES, definition, is_sound, no_study, refusing
+from onepass.studies.database import FILE, NESTED, TABLES, definition, is_sound, nested, no_study, refusing
 from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored
 from onepass.studies.recovery import LOG, DamagedError, copied, left
 from onepass.studies.results import cross_validation, evaluation
@@ -145,11 +145,14 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
         except sqlite3.Error as reason:  # its last page is damaged
             last, end = MOST_ROWS, [f"the end of the table '{table}': {reason}"]
         bad: list[str] = []  # since the last row that is sound
+        room = NESTED
         for number in range(1, min(last, MOST_ROWS) + 1):
             try:
                 row = connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?", (number,)).fetchone()
                 if row is not None and not is_sound(table, row):
                     raise DamagedError("it was altered")
+                if row is not None and nested(table, row) > room:
+                    raise DamagedError("there is more in it than a study has")
             except (sqlite3.Error, *_BAD) as reason:
                 bad.append(f"row {number} of the table '{table}': {reason}")
                 if end and len(bad) == MOST_BAD:
@@ -158,6 +161,7 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
             if row is not None:
                 lost += bad
                 bad.clear()
+                room -= nested(table, row)
                 yield row[:-1]
         lost += end or bad
 

@@ -27,7 +27,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from onepass.files import cannot_write, canonical, digest, read_plain, write_here
+from onepass.files import cannot_write, canonical, digest, header_is_short, read_plain, write_here
 from onepass.metrics import Record
 from onepass.studies import schema
 from onepass.studies.database import FILE, TABLES, damaged, ordered, put, reading, refusing, rows, writing
@@ -189,6 +189,8 @@ class Store:
     def _arrays_of(self, name: str) -> dict[str, NDArray[Any]]:
         if name not in self._arrays:
             path, content = self.folder / "arrays" / name, self._content_of(name)
+            if not header_is_short(content):
+                raise damaged(path, "it has too many arrays")
             try:
                 self._arrays[name] = safetensors.numpy.load(content)
             except (
