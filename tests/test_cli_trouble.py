@@ -271,6 +271,17 @@ def test_what_was_not_foreseen_is_one_sentence_that_says_how_to_see_more(
     assert len(line) < LONGEST + 200
 
 
+def test_a_file_that_ends_too_early_is_not_taken_for_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> list[str]:
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr(recipes, "names", fails)
+    monkeypatch.delenv("ONEPASS_TRACEBACK", raising=False)
+    code, _, err = outcome(capsys, "list")
+    assert code == 1
+    assert "not foreseen (EOFError: marshal data too short)" in err
+
+
 def test_a_grid_value_that_is_given_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twice = [*TINY, "--set", "grids.van.learning_rate=[0.1, 1e-1, 0.1]", "--methods", "van,van", "--out", str(tmp_path)]
     assert outcome(capsys, *twice)[0] == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from onepass.studies.executors import default_workers
 from onepass.studies.store import Store
 
 
@@ -137,6 +138,19 @@ def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Calla
     assert command.end() == 130
     assert command.printed == "interrupted; nothing is kept\n"
     assert not (tmp_path / "table.json").exists()
+    command.wait_until(lambda: not command.processes())
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_stopped_processes_do_not_hold_up_or_outlive_a_measurement_that_is_interrupted(starting: bool, start: Callable[..., Started]) -> None:
+    command = start("bench", "--device", "cpu", "--methods", "van", "--rounds", "1000")
+    cores = default_workers("cpu")
+    everybody = 5 if cores == 1 else cores + 6
+    command.wait_until(lambda: len(command.processes()) >= (3 if starting else everybody))
+    for pid in {*command.processes()} - {command.pid}:  # Python's helpers, too
+        os.kill(pid, signal.SIGSTOP)
+    assert command.end() == 130
+    assert command.printed == "interrupted; nothing is kept\n"
     command.wait_until(lambda: not command.processes())
 
 

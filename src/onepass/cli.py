@@ -329,17 +329,23 @@ def main(arguments: list[str] | None = None) -> None:
             _complain(str(error), 2)
         except InputError as error:
             _complain(str(error), 2)
-        except typer.Abort:  # Ctrl-C while a command was still importing, say
+        except typer.Abort as stop:  # Ctrl-C while a command was still importing, say
+            if isinstance(stop.__cause__, EOFError):  # which typer takes for the same
+                _unforeseen(stop.__cause__)
             sys.exit(130)
         except Exception as error:
             usage = getattr(error, "format_message", None)  # what typer raises for unknown options and the like
             if usage is not None:
                 _complain(f"{usage()} (see onepass --help)", 2)
-            if os.environ.get(TRACEBACK):
-                raise
-            what = f"{type(error).__name__}: {shortened(first_line(error), 200)}"
-            _complain(f"this was not foreseen ({what}): give the command again with {TRACEBACK}=1 in the environment to see where it happened", 1)
+            _unforeseen(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _unforeseen(error: Exception) -> NoReturn:
+    if os.environ.get(TRACEBACK):
+        raise error
+    what = f"{type(error).__name__}: {shortened(first_line(error), 200)}"
+    _complain(f"this was not foreseen ({what}): give the command again with {TRACEBACK}=1 in the environment to see where it happened", 1)
 
 
 def _check_current_folder() -> None:

@@ -29,7 +29,7 @@ from onepass.learners.base import Learner
 from onepass.protocol import Run, assemble
 from onepass.report import plain
 from onepass.report.floor import Rates, measured, wait
-from onepass.stopping import wake_helpers
+from onepass.stopping import abandon, is_stopped, wake_helpers, within
 from onepass.streams.base import TASKS, PermutedStream, Pool
 from onepass.streams.feed import Feed
 from onepass.studies.executors import default_workers
@@ -196,17 +196,23 @@ class Workers:
         self._device = device
         self._processes: list[Any] = []
         self.cores = cores or default_workers("cpu")
+        try:  # in a thread, since a fork server that is stopped would be waited for, and Ctrl-C not heard
+            within(LONGEST, self._start_all)
+        except BaseException as reason:
+            abandon()
+            if isinstance(reason, TimeoutError):
+                raise InputError(f"processes have not started for {LONGEST / 60:.0f} minutes: measure when the machine is idle") from None
+            raise
+
+    def _start_all(self) -> None:
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the driving process alone
-        try:
-            self.each = [self._start(1, True) for _ in range(1 if device == "cuda" else self.cores)]
-            self.alone = self.plain = self.each
-            if device == "cpu":
-                many = [] if self.cores == 1 else [self.cores]
-                self.alone = [self.each[0], *(self._start(threads, True) for threads in many)]
-                self.plain = [self._start(threads, False) for threads in (1, *many)]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # of this thread: Ctrl-C is for the driving process alone
+        self.each = [self._start(1, True) for _ in range(1 if self._device == "cuda" else self.cores)]
+        self.alone = self.plain = self.each
+        if self._device == "cpu":
+            many = [] if self.cores == 1 else [self.cores]
+            self.alone = [self.each[0], *(self._start(threads, True) for threads in many)]
+            self.plain = [self._start(threads, False) for threads in (1, *many)]
 
     def _start(self, threads: int, tuned: bool) -> Connection:
         ours, theirs = self._context.Pipe()
@@ -246,13 +252,16 @@ class Workers:
 
     def close(self) -> None:
         for process in self._processes:
-            process.terminate()
+            if is_stopped(process.pid):
+                process.kill()  # while the fork server lives: without it, processes seem to have ended
+            else:
+                process.terminate()
         wake_helpers()
         deadline = time.monotonic() + GRACE
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
-                process.kill()  # which ends a process that is stopped, too
+                process.kill()
                 process.join(GRACE)
 
 
