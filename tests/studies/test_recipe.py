@@ -172,6 +172,15 @@ def test_an_option_of_another_type_is_refused_and_not_taken_for_a_number(change:
     assert "is not valid: input should be a valid" in line
 
 
+@pytest.mark.parametrize("change", ["tf32=1", "union_softmax='yes'", "memory_with_replacement='off'", "memory_includes_current_task=0"])
+def test_a_switch_is_true_or_false(change: str) -> None:
+    assert "should be a valid boolean" in refusal(change)
+
+
+def test_a_grid_holds_each_value_once() -> None:
+    assert recipe.load("quickstart", ["grids.van.learning_rate=[0.1,0.03,0.1]"]).grids["van"]["learning_rate"] == [0.1, 0.03]
+
+
 def test_a_whole_number_is_a_number() -> None:
     damping = recipe.load("permuted-digits", ["options.rwalk.damping=1"]).method_options("rwalk").damping
     assert (damping, type(damping)) == (1.0, float)

@@ -24,6 +24,7 @@ from onepass.streams import STREAMS, stream
 from onepass.studies.options import LARGEST, read_options, with_types
 
 Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
+Switch = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
 MOST_UNITS = 100_000  # of a study: all are planned, and named, before the first is trained
 Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
@@ -105,11 +106,11 @@ class Recipe(BaseModel):
     batch_size: Count = 10
     memory_per_task: Count = 250
     memory: Policy = "class-reservoir"
-    memory_includes_current_task: bool = False
-    memory_with_replacement: bool = False
-    union_softmax: bool = True
+    memory_includes_current_task: Switch = False
+    memory_with_replacement: Switch = False
+    union_softmax: Switch = True
     gradients: Mode = "auto"
-    tf32: bool = True
+    tf32: Switch = True
     grids: dict[str, dict[str, Annotated[list[Value], Field(min_length=1)]]] = Field(default={}, validate_default=True)
     options: dict[str, dict[str, Any]] = {}
     paper: Paper = Paper()
