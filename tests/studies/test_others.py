@@ -582,16 +582,17 @@ def test_a_study_whose_creation_takes_long_is_said_to_be_just_being_created(tmp_
 # ---- file systems that cannot lock
 
 
+@pytest.mark.parametrize("kind", ["flock", "lockf"])
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentence(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path)
 
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, kind, refuse)
     for command in (["status"], ["table"], ["show"], ["verify"], ["companions"]):
         assert outcome(*command, str(tmp_path)) in (0, 1), command
     capsys.readouterr()

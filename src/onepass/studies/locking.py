@@ -33,6 +33,7 @@ def held(folder: Path) -> Iterator[None]:
             raise cannot_write(folder / LOCK, reason) from None
         try:
             _take(handles[0], folder)
+            _try_other_kind(handles[0])
         except OSError as reason:
             raise InputError(
                 f"the file system of {folder} cannot lock files ({reason.strerror or reason}), so that two processes could write at once:"
@@ -56,6 +57,13 @@ def _take(handle: int, folder: Path) -> None:
             if time.monotonic() > patience:
                 raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder") from None
             time.sleep(0.1)
+
+
+def _try_other_kind(handle: int) -> None:
+    """Raise an OSError where SQLite cannot lock: it locks by `fcntl`, and would wait for long."""
+    with suppress(BlockingIOError, PermissionError):  # locked, so that it can be
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(handle, fcntl.LOCK_UN)
 
 
 def running(folder: Path) -> bool:
