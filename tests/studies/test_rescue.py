@@ -185,18 +185,17 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["_set", "_plan", "_insert_record"])
-def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with study(fill(tmp_path / "old")) as opened:
         opened.plan([RUNS])
 
     def kill(*_: object) -> None:
         raise Killed
 
-    with monkeypatch.context() as killing, pytest.raises(Killed):
+    with monkeypatch.context() as killing:
         killing.setattr(Store, step, kill)
-        rescue(tmp_path / "old", tmp_path / "new")
+        with pytest.raises(Killed):
+            rescue(tmp_path / "old", tmp_path / "new")
     with Store.read(tmp_path / "new") as left:
         assert not left.contents.entries
     rescued = rescue(tmp_path / "old", tmp_path / "new")
