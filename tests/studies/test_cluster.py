@@ -187,6 +187,17 @@ def test_a_scheduler_that_falls_silent_is_noticed(empty: distributed.LocalCluste
     over.set()
 
 
+@pytest.mark.usefixtures("quick_limits")
+def test_a_worker_that_takes_long_to_tell_its_versions_is_not_taken_for_a_silent_scheduler(
+    cluster: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "LOOK", 60.0)
+    monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(cluster_module, "SOON", 0.4)
+    with executor(1, 1, cluster.scheduler_address) as where:
+        assert where.held_up() is None
+
+
 @pytest.fixture
 def foreign(request: pytest.FixtureRequest, empty: distributed.LocalCluster, tmp_path: Path) -> Iterator[str]:
     """The address of a worker whose package has one line more in a file, by default a comment."""

@@ -111,11 +111,11 @@ class Cluster:
         self._same: set[str] = set()  # workers with the same software
         self._refused: str | None = None  # the sentence about one that has not
         self._asking, self._closing = threading.Lock(), threading.Event()
+        self._compare(there)  # which takes long if a worker does not answer
         self._answered = time.monotonic()  # when the scheduler was heard last
         self._peopled = self._answered  # when there was a worker last
         if not there:
             self._peopled -= SOON  # to be said at once
-        self._compare(there)
         self._refuse()
         self.workers = max(1, len(there))
         threading.Thread(target=self._look, daemon=True).start()
