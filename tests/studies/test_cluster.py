@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -186,13 +187,25 @@ def test_a_scheduler_that_falls_silent_is_noticed(empty: distributed.LocalCluste
     over.set()
 
 
+@pytest.mark.usefixtures("quick_limits")
+def test_a_worker_that_takes_long_to_tell_its_versions_is_not_taken_for_a_silent_scheduler(
+    cluster: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "LOOK", 60.0)
+    monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(cluster_module, "SOON", 0.4)
+    with executor(1, 1, cluster.scheduler_address) as where:
+        assert where.held_up() is None
+
+
 @pytest.fixture
-def foreign(empty: distributed.LocalCluster, tmp_path: Path) -> Iterator[str]:
-    """The address of a worker whose package differs in one comment."""
+def foreign(request: pytest.FixtureRequest, empty: distributed.LocalCluster, tmp_path: Path) -> Iterator[str]:
+    """The address of a worker whose package has one line more in a file, by default a comment."""
+    file, line = getattr(request, "param", ("metrics.py", "# another version"))
     package = tmp_path / "other" / "onepass"
     shutil.copytree(Path(cluster_module.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
-    with (package / "metrics.py").open("a") as source:
-        source.write("# another version\n")
+    with (package / file).open("a") as source:
+        source.write(f"{line}\n")
     command = [sys.executable, "-m", "distributed.cli.dask_worker", empty.scheduler_address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as worker:
@@ -221,6 +234,22 @@ def test_a_worker_with_another_version_is_refused_by_its_address(
     assert not list((tmp_path / "study").glob("checkpoints/*")), "it refused before it trained"
     with Store.read(tmp_path / "study") as store:
         assert not store.contents.records
+
+
+BROKEN = [("studies/cluster.py", "no Python"), ("studies/work.py", "raise RuntimeError"), ("engine/cpu.py", "raise OSError('no library')")]
+
+
+@pytest.mark.parametrize("foreign", BROKEN, indirect=True)
+def test_a_worker_that_cannot_import_the_package_is_refused_by_its_address(foreign: str, empty: distributed.LocalCluster) -> None:
+    sentence = f"the Dask worker at {foreign} has other software: it cannot import ours .(SyntaxError|RuntimeError|OSError): "
+    with pytest.raises(InputError, match=sentence), executor(1, 1, empty.scheduler_address):
+        pass
+
+
+def test_dask_logs_nothing_into_the_output_of_a_study(empty: distributed.LocalCluster) -> None:
+    """With it, the sentence about a scheduler that is gone came after tracebacks."""
+    with executor(1, 1, empty.scheduler_address):
+        assert not any(logging.getLogger(f"distributed.{name}").isEnabledFor(logging.ERROR) for name in ("client", "core", "utils"))
 
 
 def test_a_result_that_was_made_with_other_software_is_not_taken(empty: distributed.LocalCluster) -> None:

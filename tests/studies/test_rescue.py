@@ -180,6 +180,38 @@ def test_results_in_the_file_and_in_an_older_log_are_both_rescued(tmp_path: Path
     assert found(tmp_path / "new") == GRID_IDS
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("step", ["_set", "_plan", "_insert_record"])
+def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with study(fill(tmp_path / "old")) as opened:
+        opened.plan([RUNS])
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as killing:
+        killing.setattr(Store, step, kill)
+        with pytest.raises(Killed):
+            rescue(tmp_path / "old", tmp_path / "new")
+    with Store.read(tmp_path / "new") as left:
+        assert not left.contents.entries
+    rescued = rescue(tmp_path / "old", tmp_path / "new")
+    assert (rescued.results, rescued.to_do, found(tmp_path / "new")) == (2, 2, GRID_IDS)
+
+
+def test_a_rescue_does_not_go_into_a_study_of_another_recipe_that_is_just_begun(tmp_path: Path) -> None:
+    other = RECIPE.model_copy(update={"seeds": 3}).stored()
+    with Store.write_to(tmp_path / "new", create={"recipe": other}):
+        pass
+    before = everything(tmp_path / "new")
+    with pytest.raises(InputError, match=r"there is a study in .* already"):
+        rescue(fill(tmp_path / "old"), tmp_path / "new")
+    assert everything(tmp_path / "new") == before
+
+
 def test_without_a_recipe_there_is_nothing_to_rescue(tmp_path: Path) -> None:
     fill(tmp_path / "old")
     execute(tmp_path / "old", "DELETE FROM study WHERE key = 'recipe'")

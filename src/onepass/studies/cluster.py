@@ -4,12 +4,13 @@ Every question to it has a time limit."""
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import cache
@@ -48,6 +49,31 @@ def fingerprint() -> Fingerprint:
     return {"onepass and torch": software(), **versions, "python": versions["python"].rpartition(".")[0]}
 
 
+def _question() -> Callable[[], Fingerprint | str]:
+    """What a worker is asked: its fingerprint, or why it cannot tell.
+
+    Dask sends a function inside another one as code. One that it sends by its name ends a worker
+    that cannot import it, and nobody learns why.
+    """
+
+    def ask() -> Fingerprint | str:
+        try:
+            from onepass.studies import cluster
+
+            return cluster.fingerprint()
+        except Exception as reason:
+            return f"{type(reason).__name__}: {reason}"
+
+    return ask
+
+
+def _silence_dask() -> None:
+    """What it would log about a scheduler that is gone, with tracebacks, is said in a sentence."""
+    for name in ("distributed", *logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def difference(ours: Fingerprint, theirs: Mapping[str, object]) -> str | None:
     """The first thing that is not the same.
 
@@ -69,6 +95,7 @@ class Cluster:
             from distributed import Client
         except ImportError:
             raise InputError("a cluster needs the package distributed: install onepass[cluster]") from None
+        _silence_dask()
         self._address, self._threads = scheduler, threads
         check_address(scheduler)
         try:
@@ -84,11 +111,11 @@ class Cluster:
         self._same: set[str] = set()  # workers with the same software
         self._refused: str | None = None  # the sentence about one that has not
         self._asking, self._closing = threading.Lock(), threading.Event()
+        self._compare(there)  # which takes long if a worker does not answer
         self._answered = time.monotonic()  # when the scheduler was heard last
         self._peopled = self._answered  # when there was a worker last
         if not there:
             self._peopled -= SOON  # to be said at once
-        self._compare(there)
         self._refuse()
         self.workers = max(1, len(there))
         threading.Thread(target=self._look, daemon=True).start()
@@ -169,7 +196,7 @@ class Cluster:
         if not new or not self._asking.acquire(blocking=False):
             return
         try:
-            answers = within(ASK, lambda: self._client.run(fingerprint, workers=new, on_error="return"))
+            answers = within(ASK, lambda: self._client.run(_question(), workers=new, on_error="return"))
         except Exception:  # one has gone, or is busy: it is asked again, and every fleet asks, too
             return
         finally:
@@ -177,11 +204,11 @@ class Cluster:
         for address, theirs in answers.items():
             if isinstance(theirs, dict) and difference(fingerprint(), theirs) is None:
                 self._same.add(address)
-            elif isinstance(theirs, (dict, ImportError, AttributeError)):
+            elif isinstance(theirs, (dict, str)):  # anything else: it was not reached
                 self._refused = self._sentence(address, theirs)
 
-    def _sentence(self, address: str, theirs: Fingerprint | Exception) -> str:
-        has = f"cannot import ours ({first_line(theirs)})" if isinstance(theirs, Exception) else f"has {difference(fingerprint(), theirs)}"
+    def _sentence(self, address: str, theirs: Fingerprint | str) -> str:
+        has = f"cannot import ours ({theirs})" if isinstance(theirs, str) else f"has {difference(fingerprint(), theirs)}"
         return f"the Dask worker at {address} has other software: it {has}; install there what is installed here, and start it anew"
 
     def _refuse(self) -> None:

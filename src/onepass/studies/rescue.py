@@ -36,30 +36,47 @@ class Rescued:
 
 
 def rescue(folder: Path, into: Path) -> Rescued:
-    """Copy every sound row and file of arrays into a new study; the damaged one stays as it is."""
+    """Copy every sound row and file of arrays into a new study; the damaged one stays as it is.
+
+    The new one has nothing until all of it is stored: a rescue that was killed can be begun again.
+    """
     with refusing(into / FILE):
-        if (into / FILE).exists():
-            raise InputError(f"there is a study in {into} already: choose a folder without one")
+        begun = (into / FILE).exists()
+        if begun and not _is_without_units(into):
+            raise _not_free(into)
     lost: list[str] = []
     with refusing(folder / FILE):
         if not (folder / FILE).is_file():
             raise no_study(folder)
         study, entries, records = _sound_rows(folder, lost)
     recipe = _recipe(folder, study)
+    new = {"recipe": recipe.stored()}
     possible = islice(_possible(recipe), MOST_UNITS if records.keys() - entries.keys() else 0)
     known = {unit.id: Entry(unit, 0, 0) for unit in possible}
     contents = Contents(study, known | entries, records)
-    with closing(sqlite3.connect(":memory:")) as none, Store.write_to(into, create={"recipe": recipe.stored()}) as store:
+    with closing(sqlite3.connect(":memory:")) as none, Store.write_to(into, create=new) as store:
+        if begun and store.contents != Contents(new | {"counts": {"units": 0, "records": 0}}):
+            raise _not_free(into)
         source = Store(folder, none, contents=contents)
         contents.records = {name: stored for name, stored in records.items() if _is_whole(source, name, lost)}
         packing = study.get("packing", {})
-        store.take([source], packing={name: packing[name] for name in packing if name in recipe.methods})
         fleets: dict[int, list[Entry]] = {}
         for name, entry in entries.items():
             if name not in contents.records:
                 fleets.setdefault(entry.fleet, []).append(entry)
-        store.plan([[entry.unit for entry in sorted(fleets[number], key=lambda entry: entry.place)] for number in sorted(fleets)])
+        to_do = [[entry.unit for entry in sorted(fleets[number], key=lambda entry: entry.place)] for number in sorted(fleets)]
+        store.take([source], to_do, packing={name: packing[name] for name in packing if name in recipe.methods})
         return Rescued(len(contents.records), sum(map(len, fleets.values())), lost)
+
+
+def _is_without_units(folder: Path) -> bool:
+    with suppress(InputError), Store.read(folder) as store:
+        return not store.contents.entries
+    return False
+
+
+def _not_free(into: Path) -> InputError:
+    return InputError(f"there is a study in {into} already: choose a folder without one")
 
 
 def _recipe(folder: Path, study: dict[str, Any]) -> Recipe:

@@ -249,9 +249,12 @@ class Store:
     def plan(self, fleets: Iterable[Sequence[Unit]]) -> None:
         """Give units their places: each sequence is a new fleet."""
         with self._change() as contents:
-            for number, units in zip(_free_fleets(contents), fleets, strict=False):
-                for place, unit in enumerate(units):
-                    self._place(contents, Entry(unit, number, place))
+            self._plan(contents, fleets)
+
+    def _plan(self, contents: Contents, fleets: Iterable[Sequence[Unit]]) -> None:
+        for number, units in zip(_free_fleets(contents), fleets, strict=False):
+            for place, unit in enumerate(units):
+                self._place(contents, Entry(unit, number, place))
 
     def fail(self, units: Iterable[str], traceback: str) -> None:
         """Record that units have failed for good."""
@@ -287,11 +290,11 @@ class Store:
                 stored = Stored(unit, name, violations, float(record.seconds), record.state_bytes, record.diverged, provenance, now)
                 self._insert_record(contents, stored)
 
-    def take(self, others: Sequence[Store], **study: Any) -> list[int]:
+    def take(self, others: Sequence[Store], fleets: Iterable[Sequence[Unit]] = (), **study: Any) -> list[int]:
         """Copy the finished units that are not here from other stores, all of them or none, and set what the study knows about itself.
 
-        Returns how many came from each. Their records have been read: damaged ones are refused before
-        anything is changed.
+        `fleets` are planned besides. Returns how many came from each. Their records have been read:
+        damaged ones are refused before anything is changed.
         """
         counts = []
         with self._change() as contents:
@@ -306,6 +309,7 @@ class Store:
                     self._place(contents, Entry(known.unit, known.fleet, known.place))
                     self._insert_record(contents, other.contents.records[unit])
                 counts.append(len(new))
+            self._plan(contents, fleets)
             self._set(contents, study)
         return counts
 
