@@ -120,6 +120,9 @@ def leave(code: int) -> NoReturn:
     for child in multiprocessing.active_children():
         with suppress(OSError, ValueError):
             child.kill()
+    tracker = _resource_tracker()
+    for pid in _descendants():  # also those that Python has begun to start and does not know yet
+        _send(pid, signal.SIGCONT if pid == tracker else signal.SIGKILL)
     wake_helpers()
     kill_fork_server()
     with suppress(Exception):
@@ -141,9 +144,27 @@ def wake_helpers() -> None:
 
     Otherwise they would outlive this process.
     """
-    _send(getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None), signal.SIGCONT)
+    _send(_resource_tracker(), signal.SIGCONT)
     if is_stopped(_fork_server()):
         kill_fork_server()
+
+
+def _descendants() -> list[int]:
+    """The processes that this one started, and those that they started; none if this is no Linux."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it is gone
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def _resource_tracker() -> int | None:
+    pid: int | None = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
+    return pid
 
 
 def _fork_server() -> int | None:
