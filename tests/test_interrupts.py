@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,10 @@ class Started:
             os.killpg(self.pid, kind)
         else:
             os.kill(self.pid, kind)
+        return self._process.wait(timeout=60)
+
+    def wait(self) -> int:
+        """The exit code, without any signal."""
         return self._process.wait(timeout=60)
 
     def clean_up(self) -> None:
@@ -129,6 +134,18 @@ def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(wait: float
     assert command.end() == 130
     assert time.monotonic() - began < 10  # a fleet would take minutes
     command.wait_until(lambda: not command.processes())
+
+
+def test_no_process_of_a_study_listens_to_a_network(start: Callable[..., Started]) -> None:
+    command = start(*LONG.split(), "--workers", "2")
+    command.wait_until(lambda: len(command.processes()) == 5)
+    sockets = set()
+    for path in (path for pid in command.processes() for path in Path(f"/proc/{pid}/fd").glob("*")):
+        with suppress(OSError):  # closed in the meantime
+            sockets.add(os.readlink(path))
+    assert any(name.startswith("socket:") for name in sockets), "Python's own, which are files"
+    rows = [row.split() for kind in ("tcp", "tcp6", "udp", "udp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    assert not sockets & {f"socket:[{row[9]}]" for row in rows}
 
 
 def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Callable[..., Started], tmp_path: Path) -> None:
@@ -230,17 +247,51 @@ def test_stopped_processes_do_not_hold_up_an_interrupt(which: str, kind: signal.
     command.wait_until(lambda: not command.processes())
 
 
+WATCHED = """
+import sys
+from onepass.__main__ import main
+from onepass.studies import executors
+
+executors.QUIET, executors.STOPPED = 0.5, 3.0
+if sys.argv.pop(1) == "frozen":
+    executors.is_stopped = lambda pid: False  # nothing shows it of a frozen cgroup
+main()
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("stopped", "stopped worker processes"), ("frozen", "worker processes that have computed nothing")])
+def test_the_fleet_of_a_process_that_does_not_go_on_is_given_to_another_one(how: str, said: str, tmp_path: Path) -> None:
+    command = Started(tmp_path, "-c", WATCHED, how, *LONG.split(), "--workers", "2", "--out", str(tmp_path / "out"), program=sys.executable)
+    try:
+        stopped = stop_helpers(command, "workers")
+        command.wait_until(lambda: said in command.printed)
+        assert command.wait() == 0
+        assert command.printed.count("a worker process was killed") == len(stopped) == 2
+    finally:
+        command.clean_up()
+
+
 HANGING = """
-import ctypes, sys, time
+import ctypes, os, signal, sys, threading, time
 from onepass.__main__ import main
 from onepass.studies import executors, study
 
 where, grace = sys.argv[1:]
 executors.SOON, executors.GRACE = 0.2, float(grace)
 
+hangs = threading.Event()
+
 def in_a_step(*_):
     print("hanging", file=sys.stderr, flush=True)
+    hangs.set()
     time.sleep(3600)
+
+class Interrupted(executors.ThreadPoolExecutor):
+    def submit(self, *arguments):
+        future = super().submit(*arguments)
+        hangs.wait()
+        signal.raise_signal(signal.SIGINT)
+        return future
 
 def in_the_main_thread(*_, **__):
     print("hanging", file=sys.stderr, flush=True)
@@ -248,9 +299,11 @@ def in_the_main_thread(*_, **__):
     for _ in range(2):  # the second time for ever, and no signal ends that
         ctypes.CDLL(None).pthread_mutex_lock(lock)
 
-if where == "step":
+if where in ("step", "beginning"):
     executors.work = in_a_step
-else:
+if where == "beginning":
+    executors.ThreadPoolExecutor = Interrupted
+if where == "main thread":
     study.wait = in_the_main_thread
 sys.argv = ["onepass", *"run quickstart --methods van --workers 1".split()]
 main()
@@ -273,6 +326,15 @@ def test_a_second_interrupt_ends_the_command_whatever_hangs(where: str, second: 
         began = time.monotonic()
         assert command.end(second) == code
         assert time.monotonic() - began < 10
+    finally:
+        command.clean_up()
+
+
+def test_an_interrupt_while_a_fleet_is_begun_does_not_wait_for_a_step_that_hangs(tmp_path: Path) -> None:
+    command = hanging("beginning", 0.5, tmp_path)
+    try:
+        assert command.wait() == 130
+        assert command.printed.endswith("interrupted; without --out nothing is kept\n")
     finally:
         command.clean_up()
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -20,7 +20,7 @@ import torch
 
 from onepass.engine.cpu import keep_freed_memory
 from onepass.metrics import Record
-from onepass.stopping import abandon, is_stopped, kill_fork_server, wake_helpers, within
+from onepass.stopping import abandon, cpu_seconds, fork_server, is_stopped, kill_fork_server, wake_helpers, within
 from onepass.studies.store import Provenance
 from onepass.studies.work import Job, work
 
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 SOON = 2.0  # seconds in which a step, or a worker process that was asked to, usually ends
 GRACE = 10.0  # seconds after which what has not ended is left behind
-STOPPED = 3600.0  # seconds after which the fleet of a stopped process goes to another one
+QUIET = 60.0  # seconds without any computing after which a process with a fleet is said to hang
+STOPPED = 3600.0  # seconds after which the fleet of such a process goes to another one
 
 Trained = tuple[list[Record], Provenance]
 
@@ -136,7 +137,8 @@ class _Processes:
         self._pools: list[ProcessPoolExecutor] = []
         # One per fleet: a lock that they shared would be left locked by a process that is killed.
         self._counters: dict[str, Any] = {}
-        self._stopped_since: dict[int, float] = {}  # by process id
+        self._busy: dict[str, ProcessPoolExecutor] = {}  # by the name of the fleet
+        self._resting: dict[int, tuple[float | None, float]] = {}  # by process id: what it has computed, and since when no more
         self._changing = threading.Lock()
         self._stopped = False
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
@@ -153,7 +155,7 @@ class _Processes:
         try:
             pool = self._pool()
             self._own.counter.value = 0
-            self._counters[job.name] = self._own.counter
+            self._counters[job.name], self._busy[job.name] = self._own.counter, pool
             submitted = pool.submit(_work_in_process, job)
             if self._stopped:
                 self._signal(signal.SIGTERM)  # it was started after all others had been stopped
@@ -163,6 +165,7 @@ class _Processes:
             raise WorkerDiedError("a worker process was killed (out of memory?)") from None
         finally:
             self._counters.pop(job.name, None)
+            self._busy.pop(job.name, None)
 
     def _pool(self) -> ProcessPoolExecutor:
         if getattr(self._own, "pool", None) is None:
@@ -180,16 +183,28 @@ class _Processes:
         return {name: int(counter.value) for name, counter in self._counters.copy().items()}
 
     def held_up(self) -> str | None:
-        stopped = {process.pid: process for process in self._processes() if is_stopped(process.pid)}
-        now = time.monotonic()
-        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
-        for pid, since in self._stopped_since.items():
-            if now - since > STOPPED:
-                stopped[pid].kill()
-        if not stopped:
-            return None
-        pids = " ".join(map(str, sorted(stopped)))
-        return f"stopped worker processes: {pids}; let them go on by 'kill -CONT {pids}', or interrupt the study"
+        """Processes that are stopped, or hang: a frozen one looks as if it slept, but never computes."""
+        now, helper = time.monotonic(), fork_server()
+        ends: dict[int, Callable[[], None]] = {process.pid: process.kill for process in self._processes()}
+        if helper is not None:  # a leader may wait for it
+            ends[helper] = kill_fork_server
+        stopped = {pid for pid in ends if is_stopped(pid)}
+        computed = {pid: cpu_seconds(pid) for pid in stopped | {process.pid for process in self._processes(self._busy.copy().values())}}
+        before = self._resting
+        self._resting = {
+            pid: before[pid] if spent is not None and before.get(pid, (None,))[0] == spent else (spent, now) for pid, spent in computed.items()
+        }
+        for pid, (_, since) in self._resting.items():
+            if now - since > STOPPED and pid in ends:
+                ends[pid]()
+        hanging = {pid for pid, (_, since) in self._resting.items() if now - since > QUIET}
+        if stopped:
+            pids = " ".join(map(str, sorted(stopped)))
+            return f"stopped worker processes: {pids}; let them go on by 'kill -CONT {pids}', or interrupt the study"
+        if hanging:
+            pids = " ".join(map(str, sorted(hanging)))
+            return f"worker processes that have computed nothing for a minute: {pids}; let them go on if they are frozen, or interrupt the study"
+        return None
 
     def stop(self, *, at_once: bool) -> None:
         with self._changing:
@@ -217,8 +232,8 @@ class _Processes:
         """No leader is about to start a process, and no process is alive."""
         return all(future.done() for future in self._leading) and not any(process.is_alive() for process in self._processes())
 
-    def _processes(self) -> list[Any]:
-        return [process for pool in self._pools for process in list((pool._processes or {}).values())]
+    def _processes(self, pools: Iterable[ProcessPoolExecutor] | None = None) -> list[Any]:
+        return [process for pool in (self._pools if pools is None else pools) for process in list((pool._processes or {}).values())]
 
     def _signal(self, kind: signal.Signals) -> None:
         for process in self._processes():

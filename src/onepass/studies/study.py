@@ -20,6 +20,7 @@ import torch
 
 from onepass.errors import InputError, first_line
 from onepass.files import canonical, write_here
+from onepass.interrupts import Held
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
@@ -161,7 +162,8 @@ class _Study:
         self._waiting.sort(key=lambda job: -self._costs[job.method])
         while self._waiting and len(self._running) < self.executor.slots:
             job = self._waiting.pop(0)
-            self._running[self.executor.submit(job)] = job
+            with Held():  # an interrupt must not strike between the beginning of a fleet and its being known
+                self._running[self.executor.submit(job)] = job
 
     def _keep_what_is_finished(self) -> None:
         for future, job in self._running.items():
