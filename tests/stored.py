@@ -43,3 +43,14 @@ def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
         opened.plan([units])
         opened.add({unit.id: record(unit, value) for unit in units}, MADE)
     return folder
+
+
+def results_in(folder: Path) -> set[str]:
+    """The units that have a result, each the one that `fill` stores."""
+    with Store.read(folder) as opened:
+        for name, kept in opened.contents.records.items():
+            unit = opened.contents.entries[name].unit
+            assert unit.id == name
+            assert opened.record(name).same_as(record(unit))
+            assert (kept.provenance, kept.seconds, kept.state_bytes) == (MADE, 1.25, 1000)
+        return set(opened.contents.records)

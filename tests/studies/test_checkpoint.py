@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from onepass.protocol import Run, Setup, Snapshot, _restored, assemble, train
 from onepass.recording import Recorder
 from onepass.studies import checkpoint
 from onepass.studies.checkpoint import Checkpoints
-from toys import ToyStream, mutated
+from toys import ToyStream
 
 SETUP = Setup(hidden=(8,), memory_per_task=6)
 
@@ -267,24 +265,6 @@ def test_without_a_sound_checkpoint_there_is_none(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.safetensors"):
         path.write_bytes(b"")
     assert keeper.last() is None
-
-
-@pytest.mark.parametrize("suffix", ["json", "safetensors"])
-def test_a_checkpoint_with_any_mutation_is_refused_or_unharmed(suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    keeper = two(tmp_path)
-    path = tmp_path / f"0001-00000008.{suffix}"
-    sound, random_ = path.read_bytes(), random.Random(suffix)
-    refused = 0
-    for _ in range(400):
-        path.write_bytes(mutated(sound, random_))
-        found = keeper.last()
-        assert found is not None
-        assert all(torch.equal(found.tensors[key], tensor) for key, tensor in SNAPSHOT.tensors.items())
-        assert found.numbers == SNAPSHOT.numbers
-        refused += found.batches == 4
-        assert found.batches == 4 or path.read_bytes() == sound or suffix == "json"  # JSON has white space that means nothing
-    assert refused > 380
 
 
 # ---- checkpoints that were written to deceive: their hashes and checksums are right

@@ -603,6 +603,25 @@ def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentenc
         assert said.count("\n") == 1
 
 
+def test_where_sqlite_cannot_lock_a_study_is_read_without_asking_it_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for half a minute: it takes ENOLCK for a file that is busy."""
+    fill(tmp_path)
+    asked: list[str] = []
+    connect = database._connect
+
+    def noted(uri: str) -> sqlite3.Connection:
+        asked.append(uri)
+        return connect(uri)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(database, "_connect", noted)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert records(tmp_path) == 2
+    assert [uri.partition("?")[2] for uri in asked if uri.startswith("file:")] == ["mode=ro&immutable=1"]
+
+
 def test_a_study_of_an_older_version_is_read_from_a_folder_that_is_read_only(tmp_path: Path) -> None:
     fill(tmp_path)
     with sqlite3.connect(tmp_path / FILE) as connection:

@@ -17,7 +17,7 @@ from onepass.studies.database import FILE
 from onepass.studies.rescue import rescue
 from onepass.studies.results import evaluation
 from onepass.studies.store import Store
-from stored import GRID, MADE, RECIPE, RUNS, as_older_versions, fill, record, study
+from stored import GRID, MADE, RECIPE, RUNS, as_older_versions, fill, record, results_in, study
 
 
 def execute(folder: Path, *statements: str) -> None:
@@ -29,15 +29,6 @@ def execute(folder: Path, *statements: str) -> None:
 
 def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def found(folder: Path) -> set[str]:
-    with Store.read(folder) as opened:
-        for unit in opened.contents.records:
-            planned = opened.contents.entries[unit].unit
-            assert opened.record(unit).same_as(record(planned))
-            assert opened.contents.records[unit].provenance == MADE
-        return set(opened.contents.records)
 
 
 GRID_IDS, RUN_IDS = {unit.id for unit in GRID}, {unit.id for unit in RUNS}
@@ -69,7 +60,7 @@ def test_everything_that_is_sound_is_rescued_and_the_rest_is_named(harm: Callabl
     before = everything(tmp_path / "old")
     rescued = rescue(tmp_path / "old", tmp_path / "new")
     assert everything(tmp_path / "old") == before
-    assert found(tmp_path / "new") == left
+    assert results_in(tmp_path / "new") == left
     assert (rescued.results, len(rescued.lost)) == (len(left), lost)
     with study(tmp_path / "new") as opened:
         new = [unit for unit in [*GRID, *RUNS] if unit.id not in opened.contents.records]
@@ -86,7 +77,7 @@ def test_what_two_drivers_of_older_versions_have_left_is_rescued(tmp_path: Path)
     with pytest.raises(InputError, match="cannot be used"), Store.read(tmp_path / "old"):
         pass
     assert rescue(tmp_path / "old", tmp_path / "new").results == 4
-    assert found(tmp_path / "new") == GRID_IDS | RUN_IDS
+    assert results_in(tmp_path / "new") == GRID_IDS | RUN_IDS
 
 
 def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
@@ -100,7 +91,7 @@ def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
     path.write_bytes(content)
     rescued = rescue(tmp_path / "old", tmp_path / "new")
     assert rescued.lost
-    assert len(found(tmp_path / "new")) == rescued.results > 20
+    assert len(results_in(tmp_path / "new")) == rescued.results > 20
 
 
 @pytest.mark.parametrize("harm", ["truncated", "truncated in a page", "lengthened", "header"])
@@ -118,7 +109,7 @@ def test_a_file_of_another_length_costs_the_rows_that_are_gone(harm: str, tmp_pa
     }
     path.write_bytes(damages[harm])
     rescued = rescue(tmp_path / "old", tmp_path / "new")
-    assert len(found(tmp_path / "new")) == rescued.results >= (60 if harm in ("lengthened", "header") else 35)
+    assert len(results_in(tmp_path / "new")) == rescued.results >= (60 if harm in ("lengthened", "header") else 35)
     assert rescued.results + rescued.to_do == 60
     assert len(rescued.lost) <= 2, "the end of the table, not each row of it"
     assert bool(rescued.lost) == (rescued.results < 60)
@@ -134,7 +125,7 @@ def test_the_last_page_of_a_table_costs_the_rows_on_it_alone(tmp_path: Path) -> 
             content[start] = 0  # no kind of page
     path.write_bytes(content)
     rescued = rescue(tmp_path / "old", tmp_path / "new")
-    assert len(found(tmp_path / "new")) == rescued.results > 40
+    assert len(results_in(tmp_path / "new")) == rescued.results > 40
     assert [what.partition(":")[0] for what in rescued.lost] == ["the end of the table 'records'"]
 
 
@@ -177,7 +168,7 @@ def test_results_in_the_file_and_in_an_older_log_are_both_rescued(tmp_path: Path
         opened.add({GRID[1].id: record(GRID[1])}, MADE)
     (tmp_path / "old" / f"{FILE}-wal").write_bytes(log)
     rescue(tmp_path / "old", tmp_path / "new")
-    assert found(tmp_path / "new") == GRID_IDS
+    assert results_in(tmp_path / "new") == GRID_IDS
 
 
 class Killed(BaseException):
@@ -199,7 +190,7 @@ def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(step: st
     with Store.read(tmp_path / "new") as left:
         assert not left.contents.entries
     rescued = rescue(tmp_path / "old", tmp_path / "new")
-    assert (rescued.results, rescued.to_do, found(tmp_path / "new")) == (2, 2, GRID_IDS)
+    assert (rescued.results, rescued.to_do, results_in(tmp_path / "new")) == (2, 2, GRID_IDS)
 
 
 def test_a_rescue_does_not_go_into_a_study_of_another_recipe_that_is_just_begun(tmp_path: Path) -> None:
@@ -254,3 +245,19 @@ def test_an_empty_argument_is_not_the_current_folder(
     assert ended.value.code == 2
     assert "is empty: give it a value" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["status", "rescue"])
+def test_a_file_of_holes_is_not_copied(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes on the disk may be a terabyte in the folder for temporary files."""
+    path, temporary = fill(tmp_path / "old") / FILE, tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    path.with_name(f"{FILE}-journal").write_bytes(b"x")
+    with pytest.raises(SystemExit, match="2"), limited():
+        main([command, str(tmp_path / "old"), *([str(tmp_path / "new")] if command == "rescue" else [])])
+    assert "study.sqlite is larger than that of any study" in capsys.readouterr().err
+    assert list(temporary.iterdir()) == []
+    assert not (tmp_path / "new").exists()

@@ -30,7 +30,7 @@ from onepass.files import (
     temporary_name,
 )
 from onepass.studies.guard import Guard
-from onepass.studies.locking import LOCK, held, running
+from onepass.studies.locking import LOCK, can_lock, held, running
 from onepass.studies.recovery import DamagedError, left, recovered
 
 FILE = "study.sqlite"
@@ -136,10 +136,11 @@ def _connect_to_read(path: Path, alone: bool) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with path.open("rb") as file:
         logged = file.read(19)[18:] == b"\x02"
-    connection = _connect(uri + ("&immutable=1" if logged and alone else ""))
+        lockable = can_lock(file.fileno())
+    connection = _connect(uri + ("&immutable=1" if (logged and alone) or not lockable else ""))
     try:
         connection.execute("PRAGMA user_version").fetchone()
-    except sqlite3.OperationalError:
+    except sqlite3.OperationalError:  # a journal or log in a folder that is read-only
         connection.close()
         return _connect(f"{uri}&immutable=1")
     except BaseException:

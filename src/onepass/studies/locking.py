@@ -59,11 +59,20 @@ def _take(handle: int, folder: Path) -> None:
             time.sleep(0.1)
 
 
-def _try_other_kind(handle: int) -> None:
-    """Raise an OSError where SQLite cannot lock: it locks by `fcntl`, and would wait for long."""
+def can_lock(handle: int) -> bool:
+    """Whether SQLite can lock this file to read it: it takes a refusal for a busy file, and waits."""
+    try:
+        _try_other_kind(handle, fcntl.LOCK_SH)
+    except OSError:
+        return False
+    return True
+
+
+def _try_other_kind(handle: int, kind: int = fcntl.LOCK_EX) -> None:
+    """Raise an OSError where SQLite cannot lock: it locks by `fcntl`, and other bytes than this one."""
     with suppress(BlockingIOError, PermissionError):  # locked, so that it can be
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.lockf(handle, fcntl.LOCK_UN)
+        fcntl.lockf(handle, kind | fcntl.LOCK_NB, 1)
+        fcntl.lockf(handle, fcntl.LOCK_UN, 1)
 
 
 def running(folder: Path) -> bool:

@@ -6,6 +6,7 @@ would hide or destroy results, so it is tried out on a copy first.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import stat
@@ -19,6 +20,7 @@ from onepass.errors import InputError
 LOG, JOURNAL = "-wal", "-journal"  # of older versions, and of this one
 _MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names files to remove
 _COUNTER = slice(24, 28)  # in the header: how many transactions changed the file
+LARGEST = 2**32  # bytes that are copied: 100 000 units have less, and a file of holes has any size
 
 Results = Callable[[sqlite3.Connection], set[tuple[str, str]]]  # of every record
 
@@ -48,6 +50,9 @@ def copied(*paths: Path) -> Iterator[Path]:
     """Copies of files, in a temporary folder."""
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("rb")) for path in paths]
+        for file, path in zip(files, paths, strict=True):
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise DamagedError(f"{path.name} is larger than that of any study")
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onepass-")))
             for file, path in zip(files, paths, strict=True):

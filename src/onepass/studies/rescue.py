@@ -16,14 +16,13 @@ from onepass.protocol import grid_points
 from onepass.studies import schema
 from onepass.studies.database import FILE, NESTED, TABLES, definition, is_sound, nested, no_study, refusing
 from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored
-from onepass.studies.recovery import LOG, DamagedError, copied, left
+from onepass.studies.recovery import LARGEST, LOG, DamagedError, copied, left
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
 
 _BAD = (DamagedError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 MOST_ROWS = 1_000_000  # that are looked for one by one
 MOST_BAD = 100_000  # in a row, after which no more are looked for where the end is unknown
-LONGEST = 2**32  # bytes that a truncated file is lengthened to
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def _lengthen(path: Path) -> None:
     with path.open("r+b") as file:
         header = file.read(32)
         stated = int.from_bytes(header[16:18], "big") * int.from_bytes(header[28:], "big")
-        file.truncate(max(path.stat().st_size, min(stated, LONGEST)))
+        file.truncate(max(path.stat().st_size, min(stated, LARGEST)))
         if len(header) == 32:
             file.seek(28)
             file.write(bytes(4))  # SQLite goes by the length of the file
