@@ -1,13 +1,14 @@
 """Two versions of the source, measured in turns in one run: what a change costs.
 
-    python benchmarks/before_after.py BEFORE AFTER [--rounds 7] [--only steps,wrapper,quickstart]
+    python benchmarks/before_after.py BEFORE AFTER [--rounds 7] [--only steps,wrapper,modules,quickstart]
 
 BEFORE and AFTER are checkouts (`git worktree add /tmp/before REVISION`). Every round runs each
 measurement once with either, in alternating order, in a process of its own with one thread. The
 table has the median of the rounds' ratios AFTER / BEFORE and their quartiles:
 
 - `steps`: microseconds per run-step as `onepass bench` measures them, for van, ewc and a-gem;
-- `wrapper`: a step of `OnePass` around a small net and a residual one, and `predict`;
+- `wrapper`: a step of `OnePass` around small nets and a residual one, and `predict`;
+- `modules`: a step of `OnePass` over the plain steps that it consists of, by `benchmarks/wrapper.py`;
 - `quickstart`: seconds of `onepass run quickstart`.
 """
 
@@ -73,6 +74,14 @@ def wrapper(tree: Path) -> dict[str, float]:
     return found
 
 
+def modules(tree: Path) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "wrapper.md"
+        run(tree, [str(Path(__file__).with_name("wrapper.py")), "--rounds", "10", "--markdown", str(path)])
+        rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()[2:]]
+    return {f"A-GEM over plain steps, {row[0]}": float(row[4]) / (float(row[2]) + float(row[3])) for row in rows}
+
+
 def quickstart(tree: Path) -> dict[str, float]:
     import time
 
@@ -82,7 +91,7 @@ def quickstart(tree: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    measurements = {"steps": steps, "wrapper": wrapper, "quickstart": quickstart}
+    measurements = {"steps": steps, "wrapper": wrapper, "modules": modules, "quickstart": quickstart}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "new classes, adam": (lambda: small_net(2), lambda module: adam(module, grow=True)),
     "gem": (lambda: small_net(CLASSES), lambda module: sgd(module, "gem")),
     "task-free": (lambda: small_net(CLASSES), lambda module: sgd(module, "er", task_free=True, memory=Memory(examples=20, recent=2))),
+    "ewc, a second look": (Normed, lambda module: sgd(module, "ewc")),
+    "mas, a second look": (lambda: small_net(CLASSES), lambda module: adam(module, "mas")),
     "own loss": (lambda: small_net(CLASSES), lambda module: sgd(module, loss=squared)),
 }
 
@@ -60,11 +62,13 @@ def calls(case: str, tasks: int) -> list[Callable[[OnePass], object]]:
     made: list[Callable[[OnePass], object]] = []
     for task in range(tasks):
         classes = range(2 + task % 3) if "new classes" in case else range(CLASSES)
-        for x, y in stream(batches=4, classes=classes, seed=task):
+        batches = stream(batches=4, classes=classes, seed=task)
+        for x, y in batches:
             label = y.float() if case == "own loss" else y
             made.append(lambda learner, x=x, y=label: learner.observe(x, y))
         if case != "task-free":
-            made.append(lambda learner: learner.end_task())
+            again = batches if "second look" in case else None
+            made.append(lambda learner, again=again: learner.end_task(again=again))
     return made
 
 

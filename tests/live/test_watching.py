@@ -384,6 +384,11 @@ def test_tensorboard_without_its_package_is_one_sentence(tmp_path: Path, monkeyp
     assert "\n" not in str(caught.value)
 
 
+def test_tensorboard_writes_to_no_place_that_was_not_named() -> None:
+    with pytest.raises(InputError, match="the folder of events is empty: give the path of a folder"):
+        TensorBoard("")
+
+
 def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=150, height=40)
     reports: list[Report] = []

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from onepass.errors import InputError
 from onepass.metrics import Record
 from onepass.studies import cluster as cluster_module
 from onepass.studies import study
-from onepass.studies.executors import executor
+from onepass.studies.executors import Executor, executor
 from onepass.studies.recipe import load
 from onepass.studies.store import Store
 from toys import Silent
@@ -198,26 +200,49 @@ def test_a_worker_that_takes_long_to_tell_its_versions_is_not_taken_for_a_silent
         assert where.held_up() is None
 
 
-@pytest.fixture
-def foreign(request: pytest.FixtureRequest, empty: distributed.LocalCluster, tmp_path: Path) -> Iterator[str]:
-    """The address of a worker whose package has one line more in a file, by default a comment."""
-    file, line = getattr(request, "param", ("metrics.py", "# another version"))
-    package = tmp_path / "other" / "onepass"
+@contextmanager
+def another_version(scheduler: Any, folder: Path, file: str, line: str) -> Iterator[str]:
+    """The address of a worker whose package has one line more in a file."""
+    package = folder / "other" / "onepass"
     shutil.copytree(Path(cluster_module.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
     with (package / file).open("a") as source:
         source.write(f"{line}\n")
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", empty.scheduler_address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler.address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as worker:
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as worker:
         try:
             deadline = time.monotonic() + 60
-            while not empty.scheduler.workers:
+            while not scheduler.workers:
                 assert worker.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-            yield next(iter(empty.scheduler.workers))
+            yield next(iter(scheduler.workers))
         finally:
             worker.kill()
+
+
+@pytest.fixture
+def foreign(request: pytest.FixtureRequest, empty: distributed.LocalCluster, tmp_path: Path) -> Iterator[str]:
+    """The address of a worker with another version, by default one with another comment."""
+    with another_version(empty.scheduler, tmp_path, *getattr(request, "param", ("metrics.py", "# another version"))) as address:
+        yield address
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_a_worker_with_another_version_that_joins_later_is_refused(empty: distributed.LocalCluster, tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match=f"{empty.scheduler_address.rpartition(':')[0]}.* has other software: it has onepass"),
+        executor(1, 1, empty.scheduler_address) as where,
+        another_version(empty.scheduler, tmp_path, "metrics.py", "# another version"),
+    ):
+        _look_until_refused(where)
+
+
+def _look_until_refused(where: Executor) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        where.held_up()
+        time.sleep(0.1)
 
 
 def test_a_worker_with_another_version_is_refused_by_its_address(

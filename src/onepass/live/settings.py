@@ -178,13 +178,13 @@ def check_whole(**numbers: object) -> None:
             raise InputError(f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {shown(value)}")
 
 
-def read_path(path: object, what: str) -> Path:
-    """The path of a file, which need not be there."""
+def read_path(path: object, what: str, kind: str = "file") -> Path:
+    """The path of a file or folder, which need not be there."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
-        raise InputError(f"{what} must be the path of a file, got {type(path).__name__}")
+        raise InputError(f"{what} must be the path of a {kind}, got {type(path).__name__}")
     if not name:
-        raise InputError(f"{what} is empty: give the path of a file")
+        raise InputError(f"{what} is empty: give the path of a {kind}")
     try:
         Path(name).resolve()
     except (OSError, RuntimeError, ValueError) as reason:  # a loop of links, or a character that no name can have

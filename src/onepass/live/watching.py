@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.errors import InputError
 from onepass.interrupts import Opened
-from onepass.live.settings import refusing
+from onepass.live.settings import read_path, refusing
 from onepass.streams.batch import Batch
 
 if TYPE_CHECKING:
@@ -145,12 +145,13 @@ class TensorBoard:
     """A `watch` that writes every number of a report to a folder of event files."""
 
     def __init__(self, folder: str | Path) -> None:
+        path = read_path(folder, "the folder of events", "folder")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise InputError("TensorBoard needs the package tensorboard: install onepass[track]") from None
         writer: Any = SummaryWriter
-        self._writer = writer(str(folder))
+        self._writer = writer(str(path))
 
     def __call__(self, report: Report) -> None:
         for name, value in report.items():
