@@ -306,7 +306,7 @@ def data_get(
 
 
 def _wide(least: int = 0) -> Console:
-    """Standard output, of `least` so many columns; where it is no terminal, lines are not cut at 80 columns."""
+    """Standard output, at least `least` columns wide; where it is no terminal, lines are not cut at 80 columns."""
     terminal = Console()
     width = max(terminal.width, least if terminal.is_terminal else 120)
     return Console(width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)

@@ -363,7 +363,7 @@ def test_one_head_of_many_classes_takes_no_table_of_its_square() -> None:
 
 
 def attacked(folder: Path, first: int, last: int) -> Counter[str]:
-    """What became of so many attacks, each in a process with a memory limit and a clock."""
+    """What became of these attacks, each in a process with a memory limit and a clock."""
     found: Counter[str] = Counter()
     while first < last:
         command = [sys.executable, live_fuzz.__file__, str(folder / f"from {first}"), str(first), str(last)]

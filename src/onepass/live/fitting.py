@@ -45,7 +45,7 @@ def check_module(header: Header, tensors: Mapping[str, Tensor], module: nn.Modul
 
 
 def _check_outputs(header: Header, elements: int) -> None:
-    """Raise if there are more outputs than a module of so many numbers can have.
+    """Raise if there are more outputs than a module with this many numbers can have.
 
     Tables of them are made.
     """
@@ -163,7 +163,7 @@ def _within(tensor: Tensor, least: int, most: int) -> bool:
 
 
 def _each_once(rows: Tensor, count: int) -> bool:
-    """Whether they are different rows out of so many."""
+    """Whether they are different rows, of `count` in all."""
     return _within(rows, 0, count - 1) and bool((rows.sort().values.diff() > 0).all())
 
 

@@ -368,7 +368,7 @@ class LiveMemory:
     # ---- how many groups there may be
 
     def _fit(self) -> None:
-        """Where groups are so many that too little room is left for examples, members of the largest go.
+        """Where too many groups leave too little room for examples, members of the largest go.
 
         Before that, empty groups are forgotten: their classes count as new when they come again.
         """

@@ -72,7 +72,7 @@ class Storage:
         return torch.from_numpy(mapped).view(dtype).view(rows, *shape)
 
     def reserve(self, rows: int) -> None:
-        """Make room for at least so many rows, or none at all."""
+        """Make room for at least this many rows, or for none at all."""
         if rows <= self.rows:
             return
         old, new = self.columns, {name: self._room(rows, name) for name in self._kinds}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from onepass.streams.base import Part
 
-SHARED = 2.0  # a step of a fleet takes as long as so many rows, and its rows (benchmarks/packing.py)
+SHARED = 2.0  # a step of a fleet takes as long as this many rows, and its own rows (benchmarks/packing.py)
 TRUST = 0.01  # share of the whole work after which a method's own speed counts for half
 
 
@@ -57,7 +57,7 @@ class Forecast:
         return self._costs[piece.method] * piece.rowsteps
 
     def proceeded(self, piece: Piece, seconds: float | None) -> None:
-        """So much of a fleet was done in so many seconds of a worker; None: they are not known."""
+        """Note that a piece of a fleet is done, and how many seconds it took a worker if that is known."""
         self._done[piece.method] += self._work(piece)
         if seconds is not None:
             self._measured[piece.method] += self._work(piece)
