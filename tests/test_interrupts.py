@@ -158,17 +158,59 @@ def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Calla
     command.wait_until(lambda: not command.processes())
 
 
-@pytest.mark.parametrize("starting", [True, False])
-def test_stopped_processes_do_not_hold_up_or_outlive_a_measurement_that_is_interrupted(starting: bool, start: Callable[..., Started]) -> None:
-    command = start("bench", "--device", "cpu", "--methods", "van", "--rounds", "1000")
-    cores = default_workers("cpu")
-    everybody = 5 if cores == 1 else cores + 6
-    command.wait_until(lambda: len(command.processes()) >= (3 if starting else everybody))
-    for pid in {*command.processes()} - {command.pid}:  # Python's helpers, too
-        os.kill(pid, signal.SIGSTOP)
-    assert command.end() == 130
-    assert command.printed == "interrupted; nothing is kept\n"
-    command.wait_until(lambda: not command.processes())
+BENCH = """
+import sys
+from onepass import stopping
+from onepass.report import timing
+from onepass.__main__ import main
+
+if sys.argv.pop(1) == "being stopped":  # a signal takes a moment to arrive
+    stopping.is_stopped = timing.is_stopped = lambda pid: False
+main()
+"""
+
+
+@pytest.mark.parametrize(("starting", "how"), [(True, "stopped"), (False, "stopped"), (False, "being stopped")])
+def test_stopped_processes_do_not_hold_up_or_outlive_a_measurement_that_is_interrupted(starting: bool, how: str, tmp_path: Path) -> None:
+    command = Started(tmp_path, "-c", BENCH, how, "bench", "--device", "cpu", "--methods", "van", "--rounds", "1000", program=sys.executable)
+    try:
+        cores = default_workers("cpu")
+        everybody = 5 if cores == 1 else cores + 6
+        command.wait_until(lambda: len(command.processes()) >= (3 if starting else everybody))
+        for pid in {*command.processes()} - {command.pid}:  # Python's helpers, too
+            os.kill(pid, signal.SIGSTOP)
+        assert command.end() == 130, command.printed
+        assert command.printed == "interrupted; nothing is kept\n"
+        command.wait_until(lambda: not command.processes())
+    finally:
+        command.clean_up()
+
+
+IGNORED = """
+import os, signal, sys, time, weakref
+from onepass.stopping import interruptible
+
+class Thing: ...
+
+def strike(_):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(1)  # raises, and Python ignores what this function raises
+
+thing = Thing()
+kept = weakref.ref(thing, strike)
+try:
+    with interruptible():
+        del thing
+        time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupt_is_not_lost_where_python_ignores_errors(kind: str, code: int) -> None:
+    told = subprocess.run([sys.executable, "-c", IGNORED, kind], capture_output=True, text=True, timeout=20)
+    assert (told.returncode, told.stderr) == (code, "")
 
 
 AT_THE_END = """

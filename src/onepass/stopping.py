@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar
 
 APART = 0.1  # seconds: tools like `timeout` send one signal twice, to a process and to its group
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+AGAIN = b"\0"  # no signal has this number
 
 Returned = TypeVar("Returned")
 
@@ -34,10 +35,21 @@ def interruptible() -> Iterator[None]:
 
     Python runs signal handlers in the main thread alone, which may be the one that hangs. So a
     thread listens where the interpreter reports each signal as soon as it arrives.
+
+    An interrupt can strike where Python ignores errors, as in the callback of a weak reference. The
+    thread then sends it again.
     """
     listening, reporting = os.pipe()
     os.set_blocking(reporting, False)
     first: list[signal.Signals] = []
+    hook = sys.unraisablehook
+
+    def ignored(lost: sys.UnraisableHookArgs) -> None:
+        if first and isinstance(lost.exc_value, KeyboardInterrupt):
+            first.clear()
+            os.write(reporting, AGAIN)  # nothing more: locks may be held here
+        else:
+            hook(lost)
 
     def interrupt(number: int, _: object) -> None:
         if not first:
@@ -49,11 +61,13 @@ def interruptible() -> Iterator[None]:
     heard = [kind for kind in CODES if signal.getsignal(kind) is not signal.SIG_IGN]
     handlers = {kind: signal.signal(kind, interrupt) for kind in heard}
     former = signal.set_wakeup_fd(reporting, warn_on_full_buffer=False)
+    sys.unraisablehook = ignored
     try:
         yield
     except TerminatedError:
         raise SystemExit(CODES[signal.SIGTERM]) from None
     finally:
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(former)
         for kind, handler in handlers.items():
             signal.signal(kind, handler)
@@ -62,14 +76,21 @@ def interruptible() -> Iterator[None]:
 
 def _listen(reports: int) -> None:
     first: float | None = None
+    kind, sent = signal.SIGINT, 0
     with open(reports, "rb", buffering=0) as source:
         while report := source.read(1):
-            if (kind := signal.Signals(report[0])) not in CODES:
+            if report == AGAIN:
+                time.sleep(APART / 10)  # what ignores errors takes a moment
+                sent += 1
+                signal.pthread_kill(threading.main_thread().ident or 0, kind)
+            elif report[0] not in CODES:
                 continue
-            if first is None:
-                first = time.monotonic()
+            elif sent:
+                sent -= 1  # ours
+            elif first is None:
+                kind, first = signal.Signals(report[0]), time.monotonic()
             elif time.monotonic() - first > APART:
-                leave(CODES[kind])
+                leave(CODES[signal.Signals(report[0])])
 
 
 def within(seconds: float, call: Callable[[], Returned]) -> Returned:

@@ -29,7 +29,7 @@ from onepass.learners.base import Learner
 from onepass.protocol import Run, assemble
 from onepass.report import plain
 from onepass.report.floor import Rates, measured, wait
-from onepass.stopping import abandon, is_stopped, wake_helpers, within
+from onepass.stopping import abandon, is_stopped, kill_fork_server, wake_helpers, within
 from onepass.streams.base import TASKS, PermutedStream, Pool
 from onepass.streams.feed import Feed
 from onepass.studies.executors import default_workers
@@ -260,9 +260,13 @@ class Workers:
         deadline = time.monotonic() + GRACE
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(GRACE)
+        left = [process for process in self._processes if process.is_alive()]
+        for process in left:
+            process.kill()
+        if left:
+            kill_fork_server()  # one that is just being stopped does not look so, and tells nobody's end
+        for process in left:
+            process.join(GRACE)
 
 
 @contextmanager
