@@ -289,6 +289,30 @@ def test_stopped_processes_do_not_hold_up_an_interrupt(which: str, kind: signal.
     command.wait_until(lambda: not command.processes())
 
 
+FORKED = """
+import multiprocessing, time
+from onepass.stopping import kill_fork_server
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=time.sleep, args=(3600,))
+    process.start()
+    kill_fork_server()
+    process.join(10)
+    print(process.pid, process.exitcode)
+"""
+
+
+def test_processes_end_with_the_fork_server_that_started_them() -> None:
+    told = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    pid, code = told.stdout.split()
+    assert code == "255", "what Python says when it cannot know"
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 WATCHED = """
 import sys
 from onepass.__main__ import main

@@ -142,7 +142,7 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             child.kill()
     tracker = _resource_tracker()
-    for pid in _descendants():  # also those that Python has begun to start and does not know yet
+    for pid in _descendants(os.getpid()):  # also those that Python has begun to start and does not know yet
         _send(pid, signal.SIGCONT if pid == tracker else signal.SIGKILL)
     wake_helpers()
     kill_fork_server()
@@ -156,8 +156,15 @@ def leave(code: int) -> NoReturn:
 
 
 def kill_fork_server() -> None:
-    """End Python's fork server. Whatever waits for it gets an error."""
-    _send(fork_server(), signal.SIGKILL)
+    """End Python's fork server and the processes that it started. Whatever waits for it gets an error.
+
+    Without it Python takes all of them for ended, and has never heard of one that just began.
+    """
+    helper = fork_server()
+    if helper is not None:
+        _send(helper, signal.SIGSTOP)  # it starts no others
+        for pid in (*_descendants(helper), helper):
+            _send(pid, signal.SIGKILL)
 
 
 def wake_helpers() -> None:
@@ -170,14 +177,14 @@ def wake_helpers() -> None:
         kill_fork_server()
 
 
-def _descendants() -> list[int]:
-    """The processes that this one started, and those that they started; none if this is no Linux."""
+def _descendants(of: int) -> list[int]:
+    """The processes that one has started, and those that they started; none if this is no Linux."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it is gone
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    found = [os.getpid()]
+    found = [of]
     for pid in found:
         found += children.get(pid, [])
     return found[1:]
