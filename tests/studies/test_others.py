@@ -603,6 +603,29 @@ def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentenc
         assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("kind", ["flock", "lockf"])
+@pytest.mark.parametrize("command", ["run", "merge", "rescue"])
+def test_a_command_that_is_refused_where_files_cannot_be_locked_leaves_nothing(
+    command: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = fill(tmp_path / "old")
+    (tmp_path / "mine").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, kind, refuse)
+    for new in (tmp_path / "mine", tmp_path / "mine" / "new", tmp_path / "two" / "folders"):
+        arguments = {
+            "run": ["quickstart", "--out", str(new)],
+            "merge": [str(new), str(old)],
+            "rescue": [str(old), str(new)],
+        }
+        assert outcome(command, *arguments[command]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_where_sqlite_cannot_lock_a_study_is_read_without_asking_it_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for half a minute: it takes ENOLCK for a file that is busy."""
     fill(tmp_path)
