@@ -30,7 +30,7 @@ from onepass.studies.database import FILE
 from onepass.studies.rescue import rescue
 from onepass.studies.store import Store
 from onepass.studies.study import _Progress
-from stored import GRID, MADE, RUNS, as_older_versions, fill, record, study
+from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, study
 
 QUICK = ["--methods", "van", "--seeds", "1", "--workers", "1", "--set", "train_examples=20", "--set", "test_examples=10", "--set", "hidden=[4]"]
 
@@ -496,18 +496,6 @@ def test_an_old_log_beside_a_newer_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == before
     (tmp_path / f"{FILE}-wal").unlink()
     assert records(tmp_path) == 2
-
-
-def journal_back_to(state: bytes) -> bytes:
-    """The rollback journal of a process that was killed in the middle of a commit, which leads back to this state of the file."""
-    size, nonce = 4096, 7
-    pages = [state[start : start + size] for start in range(0, len(state), size)]
-    header = [len(pages), nonce, len(pages), 512, size]
-    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(512, b"\0")
-    for number, page in enumerate(pages, start=1):
-        checksum = nonce + sum(page[place] for place in range(size - 200, 0, -200))
-        content += number.to_bytes(4, "big") + page + checksum.to_bytes(4, "big")
-    return content
 
 
 def test_a_journal_is_applied_to_the_file_it_belongs_to_and_to_no_other(tmp_path: Path) -> None:
