@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any
 from onepass.errors import is_out_of_memory
 
 MEMORY, SECONDS = 2**30, 10  # that one input may take beyond what the process has already
+WRITING = {  # what is said to an audit hook; SQLite itself says only which file it opens
+    *("open", "sqlite3.connect", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink"),
+    *("os.truncate", "subprocess.Popen", "os.system"),
+}
 LARGE = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 
 
@@ -145,6 +150,29 @@ def in_a_process(work: Callable[[], Iterable[str]], more: int = MEMORY) -> list[
         lines = told.read().splitlines()
     ended = os.waitpid(child, 0)[1]
     return lines if ended == 0 else [*lines, f"the process ended with {ended}"]
+
+
+class Watch:
+    """Notices what this process writes outside a folder, from now on until it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.written: list[str] = []
+        self._folder = folder
+        sys.addaudithook(self._notice)
+
+    def _notice(self, event: str, given: tuple[Any, ...]) -> None:
+        if event not in WRITING or isinstance(given[0], int):  # a file that is open already
+            return
+        if event == "open" and not given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+        place = given[-1] if event in ("os.mkdir", "os.remove", "os.rmdir") else -1
+        start = os.getcwd() if place == -1 else os.readlink(f"/proc/self/fd/{place}")
+        for name in given[:2] if event in ("os.rename", "os.link", "os.symlink") else given[:1]:
+            path, _, how = os.fsdecode(name).removeprefix("file://").partition("?")
+            if event == "sqlite3.connect" and (path == ":memory:" or "mode=ro" in how):
+                continue
+            if not Path(os.path.normpath(os.path.join(start, path))).is_relative_to(self._folder):
+                self.written.append(f"{event} {path}")
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from live_saving import OPTIMIZERS, TASKS, Case, classes, net, numbers, square, values
 from onepass import InputError, Memory, OnePass
+from onepass.errors import is_out_of_memory
 from onepass.files import canonical, digest
 from onepass.live.saving import packed
 from toys import FEATURES, Normed, mutated
@@ -389,7 +390,9 @@ def watched() -> Iterator[None]:
 
 
 def one_sentence(reason: BaseException) -> bool:
-    return isinstance(reason, InputError) and "\n" not in str(reason) and 15 < len(str(reason)) < 1000
+    """One sentence, and not that memory is used up: a small file must not take so much."""
+    proper = isinstance(reason, InputError) and not is_out_of_memory(reason)
+    return proper and "\n" not in str(reason) and 15 < len(str(reason)) < 1000
 
 
 def outcome(name: str, content: bytes, folder: Path) -> str:

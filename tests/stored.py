@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from onepass.metrics import Record
+from onepass.studies import recovery
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Provenance, Store, Unit
@@ -43,6 +44,18 @@ def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
         opened.plan([units])
         opened.add({unit.id: record(unit, value) for unit in units}, MADE)
     return folder
+
+
+def journal_back_to(state: bytes) -> bytes:
+    """The rollback journal of a process that was killed in the middle of a commit, which leads back to this state of the file."""
+    size, nonce = 4096, 7
+    pages = [state[start : start + size] for start in range(0, len(state), size)]
+    header = [len(pages), nonce, len(pages), 512, size]
+    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(512, b"\0")
+    for number, page in enumerate(pages, start=1):
+        checksum = nonce + sum(page[place] for place in range(size - 200, 0, -200))
+        content += number.to_bytes(4, "big") + page + checksum.to_bytes(4, "big")
+    return content
 
 
 def results_in(folder: Path) -> set[str]:

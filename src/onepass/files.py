@@ -13,7 +13,8 @@ import re
 import secrets
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,6 +65,20 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as reason:
         raise cannot_write(path, reason) from None
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """Make a folder; after an error inside, those that were made are gone if nothing is in them."""
+    made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    try:
+        make_folder(path)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def write(path: Path, content: bytes) -> None:

@@ -27,7 +27,7 @@ from live_refusals import changed, refusal, setting
 from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
 from onepass import InputError, Memory, OnePass, OnePassClassifier
 from onepass.files import canonical, digest
-from onepass.live import storage
+from onepass.live import saving, storage
 from onepass.live.saving import packed
 from onepass.streams.slots import Slots
 
@@ -377,6 +377,17 @@ def attacked(folder: Path, first: int, last: int) -> Counter[str]:
             break
         assert done.stdout.endswith(" "), done.stderr
     return found
+
+
+def test_an_attack_that_uses_up_the_memory_is_not_taken_for_one_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(saving, "_made", too_large)
+    (tmp_path / "in").mkdir()
+    found = live_fuzz.outcome("a-gem", content_of("a-gem", MIDDLE), tmp_path)
+    assert "there is not enough memory to load" in found
+    assert found != "refused"
 
 
 def test_hundreds_of_attacks_end_in_a_sentence_or_a_learner_that_goes_on(tmp_path: Path) -> None:

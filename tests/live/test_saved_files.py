@@ -25,6 +25,7 @@ from live_saving import (
     OPTIMIZERS,
     TASKS,
     Case,
+    classes,
     net,
     square,
     values,
@@ -89,6 +90,26 @@ def test_an_autosaved_file_is_the_one_that_save_writes(tmp_path: Path) -> None:
     assert (tmp_path / "auto").read_bytes() == (tmp_path / "by hand").read_bytes()
     case.run(learner, 2, 3)
     assert (tmp_path / "auto").read_bytes() == (tmp_path / "by hand").read_bytes()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+@pytest.mark.parametrize("had", [None, 0o600, 0o640])
+@pytest.mark.parametrize("way", ["save", "autosave", "export"])
+def test_a_file_keeps_its_mode_and_a_new_one_obeys_the_umask(way: str, had: int | None, mask: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if had is not None:
+        path.touch()
+        path.chmod(had)
+    learner = Case(settings={"autosave": path} if way == "autosave" else {}).start()
+    before = os.umask(mask)
+    try:
+        learner.observe(*classes(0, 0))
+        if way != "autosave":
+            getattr(learner, way)(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_size
+    assert path.stat().st_mode & 0o777 == (0o666 & ~mask if had is None else had)
 
 
 # A child that imports once and then forks, for each delay, one that saves over and over until it is killed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -106,11 +107,13 @@ def test_missing_objects_are_not_fetched_by_a_program_of_the_repository(package:
     assert (tmp_path / "ran").exists(), "git ls-tree runs it: this test shows what it says"
 
 
-@pytest.mark.parametrize("harm", ["name", "head", "no git", "place", "commit", "gitdir", "pipe", "device"])
+@pytest.mark.parametrize("harm", ["name", "brackets", "head", "no git", "place", "commit", "gitdir", "pipe", "device"])
 def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path) -> None:
     root = package.parents[1]
     if harm == "name":
         (root / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
+    elif harm == "brackets":
+        (root / "pyproject.toml").write_text("x = " + "[" * 5000)
     elif harm == "head":
         (root / ".git" / "HEAD").write_text("ref: refs/../../../etc/passwd\n")
     elif harm == "no git":
@@ -127,6 +130,24 @@ def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path
         os.mkfifo(root / ".git" / "HEAD") if harm == "pipe" else (root / ".git" / "HEAD").symlink_to("/dev/zero")
     with limited(10):
         assert checkout.revision(package) is None
+
+
+def test_the_name_of_the_processor_is_found_without_starting_a_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SECURITY.md names the programs that are started."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a program is started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(platform, "_uname_cache", None, raising=False)
+    for cpuinfo, name in {
+        "processor\t: 0\nmodel name\t: A Processor: 3 GHz\n": "A Processor: 3 GHz",
+        "processor\t: 0\nCPU part\t: 0xd0c\n": platform.machine(),  # as on ARM
+    }.items():
+        monkeypatch.setattr(Path, "read_text", lambda _, text=cpuinfo: text)
+        assert provenance._device("cpu") == name
 
 
 def test_the_package_has_a_revision_wherever_it_is() -> None:

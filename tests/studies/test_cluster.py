@@ -13,14 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fuzzing import limited
+from onepass.cli import main
 from onepass.errors import InputError
 from onepass.metrics import Record
+from onepass.report.watch import Watch
 from onepass.studies import cluster as cluster_module
 from onepass.studies import study
 from onepass.studies.executors import Executor, executor
@@ -53,7 +56,11 @@ def records(folder: Path, scheduler: str | None, disturb: threading.Thread | Non
             disturb.start()
         study.run(recipe, store, study.Means(workers=2, checkpoint_every=20), where, Silent())
     with Store.read(folder) as store:
-        return {unit: store.record(unit) for unit in store.contents.records}
+        return every(store)
+
+
+def every(store: Store) -> dict[str, Record]:
+    return {unit: store.record(unit) for unit in store.contents.records}
 
 
 def kill_a_worker_in_mid_unit(cluster: distributed.LocalCluster, folder: Path, killed: list[int]) -> None:
@@ -207,18 +214,29 @@ def another_version(scheduler: Any, folder: Path, file: str, line: str) -> Itera
     shutil.copytree(Path(cluster_module.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
     with (package / file).open("a") as source:
         source.write(f"{line}\n")
+    with workers(scheduler, folder, package):
+        yield next(iter(scheduler.workers))
+
+
+@contextmanager
+def workers(scheduler: Any, folder: Path, package: Path, count: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes of a package that work for a scheduler without any, and that nobody starts again."""
     command = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler.address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as worker:
-        try:
-            deadline = time.monotonic() + 60
-            while not scheduler.workers:
-                assert worker.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            yield next(iter(scheduler.workers))
-        finally:
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        deadline = time.monotonic() + 60
+        while len(scheduler.workers) < count:
+            assert all(worker.poll() is None for worker in started)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield started
+    finally:
+        for worker in started:
             worker.kill()
+            worker.wait()
 
 
 @pytest.fixture
@@ -259,6 +277,58 @@ def test_a_worker_with_another_version_is_refused_by_its_address(
     assert not list((tmp_path / "study").glob("checkpoints/*")), "it refused before it trained"
     with Store.read(tmp_path / "study") as store:
         assert not store.contents.records
+
+
+@pytest.mark.parametrize("foreign", [("studies/cluster.py", "difference = lambda *_: None")], indirect=True)
+def test_what_a_worker_with_another_version_has_trained_is_not_stored(
+    foreign: str, empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one does not look at its own version before it trains."""
+    monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: None)
+    with pytest.raises(InputError, match=f"the Dask worker at {foreign} has other software: it has onepass and torch"):
+        records(tmp_path / "study", empty.scheduler_address)
+    assert list((tmp_path / "study").glob("checkpoints/*/*.json")), "it has trained"
+    with Store.read(tmp_path / "study") as store:
+        assert not store.contents.records
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_a_study_whose_workers_have_all_died_says_so_and_goes_on_with_a_new_one(
+    empty: distributed.LocalCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, package = tmp_path / "there", Path(cluster_module.__file__).parents[1]
+    command = ["run", "quickstart", "--methods", "van", "--seeds", "2", "--checkpoint-every", "20"]
+    command += [f"--set={change}" for change in CHANGES]
+    saying = Watch.held_up
+    said: list[str] = []
+
+    with ExitStack() as later, workers(empty.scheduler, tmp_path, package, 2) as first:
+
+        def notice(self: Watch, what: str | None) -> None:
+            """Kill them in the middle of a fleet; once that was said, start another one."""
+            saying(self, what)
+            if what is not None and not said:
+                said.append(what)
+                later.enter_context(workers(empty.scheduler, tmp_path, package))
+            elif not said and list(out.glob("checkpoints/*/*.json")):
+                for worker in first:
+                    worker.kill()
+
+        monkeypatch.setattr(Watch, "held_up", notice)
+        with limited(120), pytest.raises(SystemExit) as ended:
+            main([*command, "--out", str(out), "--scheduler", empty.scheduler_address])
+    assert ended.value.code == 0
+    sentence = f"there is no Dask worker at {empty.scheduler_address}; waiting for one for up to 6 hours"
+    assert said == [sentence]
+    assert capsys.readouterr().err.count(sentence) == 1
+    with pytest.raises(SystemExit):
+        main([*command, "--out", str(tmp_path / "here")])
+    with Store.read(out) as found, Store.read(tmp_path / "here") as expected:
+        assert len(found.contents.records) == 3
+        assert all(record.same_as(expected.record(unit)) for unit, record in every(found).items())
 
 
 BROKEN = [("studies/cluster.py", "no Python"), ("studies/work.py", "raise RuntimeError"), ("engine/cpu.py", "raise OSError('no library')")]

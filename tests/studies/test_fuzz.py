@@ -6,6 +6,8 @@ Each takes little memory and little time, and nothing is written.
 from __future__ import annotations
 
 import logging
+import shutil
+import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,13 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzzing import in_a_process, listing, mutations, outcome
+from fuzzing import Watch, in_a_process, listing, mutations, outcome
 from onepass.errors import InputError
 from onepass.protocol import Snapshot
 from onepass.studies.checkpoint import Checkpoints
 from onepass.studies.database import FILE
-from stored import GRID, MADE, RUNS, as_older_versions, fill, record, results_in, study
+from onepass.studies.rescue import rescue
+from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, results_in, study
 
+IDS = {unit.id for unit in [*GRID, *RUNS]}
 SNAPSHOT = Snapshot(1, 4, {"theta": torch.arange(40.0).view(2, 20)}, {"learner": {"grown": 3}})
 
 
@@ -29,13 +33,14 @@ SNAPSHOT = Snapshot(1, 4, {"theta": torch.arange(40.0).view(2, 20)}, {"learner":
 class Reader:
     """How a folder is filled, the file in it that is harmed, and how it is read.
 
-    `most` of many damages may be harmless.
+    `most` of many damages may be harmless. `few` are tried in every run of the tests.
     """
 
     fill: Callable[[Path], object]
     harmed: Callable[[Path], Path]
     read: Callable[[Path], object]
     most: float
+    few: int = 200
 
 
 def _study(folder: Path) -> None:
@@ -58,7 +63,39 @@ def _logged(folder: Path) -> None:
 
 
 def _read_study(folder: Path) -> None:
-    assert results_in(folder) == {unit.id for unit in [*GRID, *RUNS]}
+    assert results_in(folder) == IDS
+
+
+def _interrupted(folder: Path) -> None:
+    """A study whose writer was killed in the middle of a commit: a journal leads back to before it."""
+    with study(fill(folder)) as opened:
+        opened.plan([RUNS])
+        before = (folder / FILE).read_bytes()
+        opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
+    (folder / f"{FILE}-journal").write_bytes(journal_back_to(before))
+
+
+def _read_interrupted(folder: Path) -> None:
+    """The state before the commit or the one after it, and the next writer goes on with the same."""
+    found = results_in(folder)
+    assert found in (IDS - {unit.id for unit in RUNS}, IDS)
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "copy"
+        shutil.copytree(folder, copy)
+        with study(copy) as opened:
+            assert opened.contents.records.keys() == found
+        assert results_in(copy) == found
+
+
+def _rescue(folder: Path) -> None:
+    """What is rescued is what was stored."""
+    with tempfile.TemporaryDirectory() as place:
+        rescued = rescue(folder, Path(place) / "new")
+        found = results_in(Path(place) / "new")
+        assert found <= IDS
+        assert len(found) == rescued.results
+    if found < IDS or rescued.lost:
+        raise InputError("something is lost")
 
 
 def _checkpoints(folder: Path) -> None:
@@ -82,6 +119,8 @@ READERS = {
     "arrays": Reader(_study, lambda folder: min((folder / "arrays").iterdir()), _read_study, 0.05),
     # A damaged log ends where the damage is, and the results after that were never there.
     "log": Reader(_logged, lambda folder: folder / f"{FILE}-wal", results_in, 1.0),
+    "journal": Reader(_interrupted, lambda folder: folder / f"{FILE}-journal", _read_interrupted, 0.85),
+    "rescue": Reader(_study, lambda folder: folder / FILE, _rescue, 0.6, 40),  # which looks for rows one by one
     "checkpoint": Reader(_checkpoints, lambda folder: folder / "0001-00000008.json", _read_checkpoint, 0.05),
     "tensors": Reader(_checkpoints, lambda folder: folder / "0001-00000008.safetensors", _read_checkpoint, 0.05),
 }
@@ -98,9 +137,12 @@ def _outcomes(reader: Reader, folder: Path, seed: int, count: int, monkeypatch: 
     def harmed() -> Iterator[str]:
         logging.disable()
         yield outcome(lambda: reader.read(kept), InputError)
+        watch = Watch(temporary)
         for made in mutations(content, seed, count):
             path.write_bytes(made)
-            yield outcome(lambda: reader.read(kept), InputError)
+            watch.written.clear()
+            found = outcome(lambda: reader.read(kept), InputError)
+            yield f"it wrote {watch.written}" if watch.written else found
 
     before = listing(folder)
     told = in_a_process(harmed)
@@ -114,9 +156,32 @@ def _outcomes(reader: Reader, folder: Path, seed: int, count: int, monkeypatch: 
     return Counter(told[1:])
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_damaged_is_refused_by_a_sentence_or_unharmed(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_damaged_is_refused_by_a_sentence_or_unharmed(name: str, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 5000 if many else READERS[name].few
     found = _outcomes(READERS[name], tmp_path, count, count, monkeypatch)
     assert found.keys() <= {"right", "refused"}, found
     assert found["right"] <= READERS[name].most * count, found
+
+
+def test_what_is_written_elsewhere_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "file").touch()
+
+    def written() -> Iterator[str]:
+        watch = Watch(tmp_path / "mine")
+        (tmp_path / "file").read_bytes()
+        sqlite3.connect(f"{(tmp_path / 'file').as_uri()}?mode=ro", uri=True).close()
+        sqlite3.connect(":memory:").close()
+        with tempfile.TemporaryDirectory(dir=tmp_path / "mine") as place:
+            sqlite3.connect(Path(place) / "file").close()
+        yield str(watch.written)
+        (tmp_path / "file").write_bytes(b"x")
+        (tmp_path / "folder").mkdir()
+        sqlite3.connect(tmp_path / "other").close()
+        (tmp_path / "mine" / "inner").mkdir()
+        (tmp_path / "mine" / ".." / "file").unlink()
+        yield " ".join(what.partition(" ")[0] for what in watch.written)
+
+    assert in_a_process(written) == ["[]", "open os.mkdir sqlite3.connect os.remove"]

@@ -30,7 +30,7 @@ from onepass.studies.database import FILE
 from onepass.studies.rescue import rescue
 from onepass.studies.store import Store
 from onepass.studies.study import _Progress
-from stored import GRID, MADE, RUNS, as_older_versions, fill, record, study
+from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, study
 
 QUICK = ["--methods", "van", "--seeds", "1", "--workers", "1", "--set", "train_examples=20", "--set", "test_examples=10", "--set", "hidden=[4]"]
 
@@ -498,18 +498,6 @@ def test_an_old_log_beside_a_newer_file_is_refused(tmp_path: Path) -> None:
     assert records(tmp_path) == 2
 
 
-def journal_back_to(state: bytes) -> bytes:
-    """The rollback journal of a process that was killed in the middle of a commit, which leads back to this state of the file."""
-    size, nonce = 4096, 7
-    pages = [state[start : start + size] for start in range(0, len(state), size)]
-    header = [len(pages), nonce, len(pages), 512, size]
-    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(512, b"\0")
-    for number, page in enumerate(pages, start=1):
-        checksum = nonce + sum(page[place] for place in range(size - 200, 0, -200))
-        content += number.to_bytes(4, "big") + page + checksum.to_bytes(4, "big")
-    return content
-
-
 def test_a_journal_is_applied_to_the_file_it_belongs_to_and_to_no_other(tmp_path: Path) -> None:
     fill(tmp_path)
     journal = journal_back_to((tmp_path / FILE).read_bytes())
@@ -601,6 +589,29 @@ def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentenc
         said = capsys.readouterr().err
         assert "cannot lock files" in said
         assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["flock", "lockf"])
+@pytest.mark.parametrize("command", ["run", "merge", "rescue"])
+def test_a_command_that_is_refused_where_files_cannot_be_locked_leaves_nothing(
+    command: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = fill(tmp_path / "old")
+    (tmp_path / "mine").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, kind, refuse)
+    for new in (tmp_path / "mine", tmp_path / "mine" / "new", tmp_path / "two" / "folders"):
+        arguments = {
+            "run": ["quickstart", "--out", str(new)],
+            "merge": [str(new), str(old)],
+            "rescue": [str(old), str(new)],
+        }
+        assert outcome(command, *arguments[command]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_where_sqlite_cannot_lock_a_study_is_read_without_asking_it_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
     if onnx and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InputError("exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export")
     check_writable(path)
-    make_folder(resolved(path).parent)
     positional, named = ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
     batch = torch.export.Dim.DYNAMIC
     shapes = {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)
@@ -45,6 +44,7 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
                 torch.onnx.export(program, (), str(temporary), dynamo=True, verbose=False, external_data=False)
             else:
                 torch.export.save(program, temporary)
+            make_folder(resolved(path).parent)
             written(path, temporary.read_bytes(), "nothing was exported")
     except OSError as reason:
         raise InputError(f"cannot write {path} ({reason.strerror or reason}): make room or choose another place; nothing was exported") from None

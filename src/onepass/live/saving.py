@@ -30,6 +30,7 @@ from onepass.live.header import Header, check_settings, placed, read_header
 from onepass.live.inputs import Examples
 from onepass.live.optimisers import check_optimizer, check_saved, optimizer_state, restore_optimizer
 from onepass.live.plan import Memory
+from onepass.live.settings import make_place, read_autosave
 from onepass.live.wrapper import OnePass
 from onepass.streams.slots import Slots
 
@@ -137,7 +138,7 @@ def _one_sentence(path: str) -> Iterator[None]:
 def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, module: nn.Module, given: Mapping[str, Any]) -> OnePass:
     """A new learner in `module`, which goes on from what was saved."""
     header = read_header(about)
-    saved, optimizer = header.optimizer, given.get("optimizer")
+    saved, optimizer, autosave = header.optimizer, given.get("optimizer"), read_autosave(given.get("autosave"))
     for what, needed, name in (("a loss of its own", header.own_loss, "loss"), ("an optimizer", saved is not None, "optimizer")):
         if needed != (given.get(name) is not None):
             raise InputError(f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}=")
@@ -162,7 +163,7 @@ def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, mo
             memory=memory,
             precision=header.settings.precision,
             seed=header.settings.seed,
-            **{name: value for name, value in given.items() if name not in ("where", "folder")},
+            **{name: value for name, value in given.items() if name not in ("where", "folder", "autosave")},
             **own,  # whose names are the method's alone
         )
         check_memory(header, memory, state["memory"], owner.memory is not None)
@@ -173,6 +174,8 @@ def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, mo
             owner.examples = header.examples.examples()
             owner.fleet.keywords, owner.fleet.replays = owner.examples.keywords, set(header.replays)
             owner._sample = [tensor.to(owner.fleet.device) for tensor in sample]
+        owner._autosave = autosave
+        make_place(autosave)
     return owner
 
 

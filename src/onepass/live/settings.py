@@ -197,8 +197,13 @@ def read_autosave(path: object) -> Path | None:
         return None
     found = read_path(path, "autosave")
     check_writable(found)
-    make_folder(resolved(found).parent)
     return found
+
+
+def make_place(autosave: Path | None) -> None:
+    """Make the folder, now that nothing can be refused any more."""
+    if autosave is not None:
+        make_folder(resolved(autosave).parent)
 
 
 @contextmanager

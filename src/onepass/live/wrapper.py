@@ -32,6 +32,7 @@ from onepass.live.settings import (
     check_method,
     check_module,
     check_whole,
+    make_place,
     read_autosave,
     read_choice,
     read_flag,
@@ -125,6 +126,7 @@ class OnePass:
             originals = [(p, p.data) for p in module.parameters()]
             try:
                 self._assemble(learner_type, loss, optimizer)
+                make_place(self._autosave)
             except BaseException:
                 for parameter, data in originals:  # another learner may have wrapped it already
                     parameter.data = data

@@ -36,8 +36,8 @@ def revision(package: Path) -> str | None:
         committed = _blobs(shared / "objects", commit)
         present = {path.relative_to(root).as_posix(): path for path in package.rglob("*") if path.is_file() and path.suffix in WATCHED}
         changed = present.keys() - committed.keys() or any(_blob(root / name) != blob for name, blob in committed.items())
-    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):  # no git, say
-        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, subprocess.SubprocessError):
+        return None  # there is no git, say
     return commit[:12] + ("+" if changed else "")
 
 

@@ -25,6 +25,7 @@ from onepass.files import (
     check_writable,
     digest,
     make_folder,
+    new_folder,
     remove_if_abandoned,
     resolved,
     temporary_name,
@@ -73,8 +74,9 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
         raise no_study(folder)
     check_writable(path)
     _refuse_links(folder)
-    make_folder(folder)
-    with held(folder):
+    with ExitStack() as stack:
+        with new_folder(folder):
+            stack.enter_context(held(folder))
         make_folder(folder / "arrays")
         _remove_leftovers(folder)
         with refusing(path):

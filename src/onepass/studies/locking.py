@@ -25,6 +25,7 @@ PATIENCE = 1.0  # seconds: a process that only asks whether another one is writi
 def held(folder: Path) -> Iterator[None]:
     """Be the process that writes to the study in a folder, or raise."""
     handles: list[int] = []
+    new = not os.path.lexists(folder / LOCK)
     try:
         try:
             handles.append(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
@@ -35,6 +36,9 @@ def held(folder: Path) -> Iterator[None]:
             _take(handles[0], folder)
             _try_other_kind(handles[0])
         except OSError as reason:
+            if new:  # no process can hold it
+                with suppress(OSError):
+                    os.unlink(folder / LOCK)
             raise InputError(
                 f"the file system of {folder} cannot lock files ({reason.strerror or reason}), so that two processes could write at once:"
                 " choose a folder on a local disk, and copy the study there if there is one already"

@@ -36,7 +36,7 @@ def _device(device: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        return platform.machine()  # `platform.processor` would start a program
 
 
 @cache

@@ -150,6 +150,7 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("BEGIN")  # SQLite would lock the file anew for every row
             if connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone() != (definition(table),):
                 raise DamagedError("it is not there, or another one")
         except (sqlite3.Error, DamagedError) as reason:
