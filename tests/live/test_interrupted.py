@@ -8,7 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +23,27 @@ from onepass.live.saving import packed
 from toys import FEATURES, Normed, small_net
 
 Make = Callable[[nn.Module], OnePass]
+TASKS = 6
+OWN_CLASSES = {f"task {n}": range(2 * n, 2 * n + 2) for n in range(TASKS)}
+
+
+class Call(NamedTuple):
+    """A call of a learner."""
+
+    observes: bool
+    make: Callable[[OnePass], object]
+
+
+class Count(NamedTuple):
+    """How many interrupts struck inside a call, by what became of it."""
+
+    undone: int
+    done: int
+
+
+_temporary = TemporaryDirectory()
+FOLDER = Path(_temporary.name)
+ON_DISK = Memory(examples=30, held_out=4, where="disk", folder=FOLDER)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +74,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "ewc, a second look": (Normed, lambda module: sgd(module, "ewc")),
     "mas, a second look": (lambda: small_net(CLASSES), lambda module: adam(module, "mas")),
     "own loss": (lambda: small_net(CLASSES), lambda module: sgd(module, loss=squared)),
+    "tasks that end by themselves, autosave": (Normed, lambda module: sgd(module, autosave=FOLDER / "autosave")),
+    "held out, on disk": (lambda: small_net(CLASSES), lambda module: sgd(module, "er", memory=ON_DISK)),
+    "icarl, a second look": (lambda: small_net(2 * TASKS), lambda module: sgd(module, "icarl", tasks=OWN_CLASSES, exemplars=20)),
+    "rwalk": (lambda: small_net(CLASSES), lambda module: sgd(module, "rwalk")),
+    "mega-2": (Normed, lambda module: sgd(module, "mega-2")),
 }
 
 
@@ -57,18 +86,20 @@ def squared(outputs: Tensor, y: Tensor) -> Tensor:
     return (outputs.sum(1) - y).square().mean()
 
 
-def calls(case: str, tasks: int) -> list[Callable[[OnePass], object]]:
-    """A stream of small tasks, each one call a step."""
-    made: list[Callable[[OnePass], object]] = []
-    for task in range(tasks):
-        classes = range(2 + task % 3) if "new classes" in case else range(CLASSES)
+def calls(case: str) -> list[Call]:
+    """A stream of small tasks: the calls that learn it."""
+    made: list[Call] = []
+    ends, named = "by themselves" not in case and case != "task-free", "by themselves" in case or "icarl" in case
+    for task in range(TASKS):
+        name = f"task {task}" if named else None
+        classes = range(2 + task % 3) if "new classes" in case else OWN_CLASSES[f"task {task}"] if "icarl" in case else range(CLASSES)
         batches = stream(batches=4, classes=classes, seed=task)
         for x, y in batches:
             label = y.float() if case == "own loss" else y
-            made.append(lambda learner, x=x, y=label: learner.observe(x, y))
-        if case != "task-free":
+            made.append(Call(True, lambda learner, x=x, y=label, name=name: learner.observe(x, y, task=name)))
+        if ends:
             again = batches if "second look" in case else None
-            made.append(lambda learner, again=again: learner.end_task(again=again))
+            made.append(Call(False, lambda learner, again=again: learner.end_task(again=again)))
     return made
 
 
@@ -114,8 +145,8 @@ class Interrupter:
         self._thread.join()
 
 
-def storm(case: str, hits: int) -> tuple[int, int]:
-    """Interrupt calls of a learner until `hits` interrupts have struck inside one: how many calls were undone, and how many were done."""
+def storm(case: str, hits: int) -> dict[bool, Count]:
+    """Interrupt calls until `hits` interrupts have struck inside `observe`; the key is whether it was `observe`."""
     build, make = CASES[case]
     start = build().state_dict()
 
@@ -125,41 +156,40 @@ def storm(case: str, hits: int) -> tuple[int, int]:
         torch.manual_seed(0)  # from here on torch's generator must stay as it is
         return make(module)
 
-    tasks = 6
     undisturbed, states = fresh(), []
     states.append((packed(undisturbed), module_state(undisturbed)))
-    steps = calls(case, tasks)
+    steps = calls(case)
     took = []
     for step in steps:
         began = time.perf_counter()
-        step(undisturbed)
+        step.make(undisturbed)
         took.append(time.perf_counter() - began)
         states.append((packed(undisturbed), module_state(undisturbed)))
-    undone = done = 0
+    counts = {True: Count(0, 0), False: Count(0, 0)}
     luck = random.Random(0)
     with Interrupter() as interrupter:
-        while undone + done < hits:
+        while sum(counts[True]) < hits:
             learner, at = fresh(), 0
-            while at < len(steps) and undone + done < hits:
+            while at < len(steps) and sum(counts[True]) < hits:
                 inside = False
                 try:
                     interrupter.after(luck.random() * 1.3 * took[at])
                     inside = True
-                    steps[at](learner)
+                    steps[at].make(learner)
                     inside = False
                     interrupter.sent.wait(10)
                     time.sleep(0.001)  # the interrupt came after the call, and strikes here at the latest
                     raise AssertionError("an interrupt was lost")
                 except KeyboardInterrupt:
                     interrupter.sent.wait(10)
-                now = packed(learner), module_state(learner)
-                if now == states[at]:
-                    undone += inside
-                else:
+                now, what = (packed(learner), module_state(learner)), steps[at].observes
+                done = now != states[at]
+                if done:
                     assert now == states[at + 1], f"between two states in call {at} of {case}"
-                    done += inside
                     at += 1
-    return undone, done
+                undone, whole = counts[what]
+                counts[what] = Count(undone + (inside and not done), whole + (inside and done))
+    return counts
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -169,10 +199,47 @@ def test_an_interrupted_call_is_done_or_not_begun(case: str) -> None:
 
 
 @pytest.mark.long
-def test_a_thousand_interrupts_leave_no_state_in_between() -> None:
-    counts = {case: storm(case, hits=-(-1000 // len(CASES))) for case in CASES}
-    print({case: f"{undone} undone, {done} done" for case, (undone, done) in counts.items()})
-    assert sum(undone + done for undone, done in counts.values()) >= 1000
+def test_a_thousand_interrupts_inside_observe_leave_no_state_in_between() -> None:
+    found = {case: storm(case, hits=-(-1000 // len(CASES))) for case in CASES}
+    for case, counts in found.items():
+        print(f"{case}: observe {counts[True]}, end_task {counts[False]}")
+    assert sum(sum(counts[True]) for counts in found.values()) >= 1000
+
+
+def test_an_interrupt_in_a_report_loses_that_report_alone() -> None:
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.left = nn.Linear(FEATURES, CLASSES), -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            found: Tensor = self.head(x)
+            return found
+
+    def learnt(strikes: bool) -> tuple[OnePass, list[dict[str, Any]]]:
+        torch.manual_seed(0)
+        module, reports = Interrupted(), list[dict[str, Any]]()
+        learner = sgd(module, "er", watch=reports.append, watch_every=2)
+        for number, (x, y) in enumerate(stream(batches=8)):
+            if number == 4:
+                learner.end_task()
+            if number == 5:
+                module.left = 3 if strikes else -1  # known already? the batch with what is rehearsed, and the report
+            with pytest.raises(KeyboardInterrupt) if strikes and number == 5 else nullcontext():
+                learner.observe(x, y)
+            assert learner.steps == number + 1
+        return learner, reports
+
+    (whole, all_reports), (struck, fewer) = learnt(strikes=False), learnt(strikes=True)
+    assert torch.equal(whole.fleet.theta, struck.fleet.theta)
+    assert [report["step"] for report in all_reports] == [2, 4, 6, 8]
+    assert [report["step"] for report in fewer] == [2, 4, 8]
+    assert fewer[-1]["loss"] == pytest.approx((all_reports[-2]["loss"] + all_reports[-1]["loss"]) / 2), (
+        "the next report is of all batches since the last"
+    )
 
 
 def test_a_module_that_hangs_can_be_interrupted_and_the_batch_is_not_learnt() -> None:
