@@ -62,23 +62,73 @@ def sgd(module: nn.Module, method: str = "a-gem", **settings: Any) -> OnePass:
     return OnePass(module, method, learning_rate=0.1, **settings)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Make]] = {
-    "sgd": (lambda: small_net(CLASSES), sgd),
-    "adam": (lambda: small_net(CLASSES), adam),
-    "batch-norm": (Normed, sgd),
-    "pi": (lambda: small_net(CLASSES), lambda module: sgd(module, "pi")),
-    "er, small memory": (Normed, lambda module: sgd(module, "er", memory=Memory(per_task=7, examples=9))),
-    "new classes, adam": (lambda: small_net(2), lambda module: adam(module, grow=True)),
-    "gem": (lambda: small_net(CLASSES), lambda module: sgd(module, "gem")),
-    "task-free": (lambda: small_net(CLASSES), lambda module: sgd(module, "er", task_free=True, memory=Memory(examples=20, recent=2))),
-    "ewc, a second look": (Normed, lambda module: sgd(module, "ewc")),
-    "mas, a second look": (lambda: small_net(CLASSES), lambda module: adam(module, "mas")),
-    "own loss": (lambda: small_net(CLASSES), lambda module: sgd(module, loss=squared)),
-    "tasks that end by themselves, autosave": (Normed, lambda module: sgd(module, autosave=FOLDER / "autosave")),
-    "held out, on disk": (lambda: small_net(CLASSES), lambda module: sgd(module, "er", memory=ON_DISK)),
-    "icarl, a second look": (lambda: small_net(2 * TASKS), lambda module: sgd(module, "icarl", tasks=OWN_CLASSES, exemplars=20)),
-    "rwalk": (lambda: small_net(CLASSES), lambda module: sgd(module, "rwalk")),
-    "mega-2": (Normed, lambda module: sgd(module, "mega-2")),
+class Case(NamedTuple):
+    """A learner, and the stream that it learns."""
+
+    build: Callable[[], nn.Module]
+    make: Make
+    ends: bool = True  # by end_task()
+    named: bool = False  # observe() is told the task
+    again: bool = False  # the data are looked at a second time
+    classes: Callable[[int], range] = lambda task: range(CLASSES)
+    regression: bool = False
+
+
+def small() -> nn.Module:
+    return small_net(CLASSES)
+
+
+def small_memory(module: nn.Module) -> OnePass:
+    return sgd(module, "er", memory=Memory(per_task=7, examples=9))
+
+
+def task_free(module: nn.Module) -> OnePass:
+    return sgd(module, "er", task_free=True, memory=Memory(examples=20, recent=2))
+
+
+def icarl(module: nn.Module) -> OnePass:
+    return sgd(module, "icarl", tasks=OWN_CLASSES, exemplars=20)
+
+
+def autosaved(module: nn.Module) -> OnePass:
+    return sgd(module, autosave=FOLDER / "autosave")
+
+
+def on_disk(module: nn.Module) -> OnePass:
+    return sgd(module, "er", memory=ON_DISK)
+
+
+def method(name: str) -> Make:
+    return lambda module: sgd(module, name)
+
+
+CASES = {
+    "sgd": Case(small, sgd),
+    "adam": Case(small, adam),
+    "batch-norm": Case(Normed, sgd),
+    "pi": Case(small, method("pi")),
+    "er, small memory": Case(Normed, small_memory),
+    "new classes, adam": Case(
+        lambda: small_net(2),
+        lambda module: adam(module, grow=True),
+        classes=lambda task: range(2 + task % 3),
+    ),
+    "gem": Case(small, method("gem")),
+    "task-free": Case(small, task_free, ends=False),
+    "ewc, a second look": Case(Normed, method("ewc"), again=True),
+    "mas, a second look": Case(small, lambda module: adam(module, "mas"), again=True),
+    "own loss": Case(small, lambda module: sgd(module, loss=squared), regression=True),
+    "tasks that end by themselves, autosave": Case(Normed, autosaved, ends=False, named=True),
+    "held out, on disk": Case(small, on_disk),
+    "icarl, a second look": Case(
+        lambda: small_net(2 * TASKS),
+        icarl,
+        named=True,
+        again=True,
+        classes=lambda task: OWN_CLASSES[f"task {task}"],
+    ),
+    "rwalk": Case(small, method("rwalk")),
+    "mega-2": Case(Normed, method("mega-2")),
 }
 
 
@@ -86,19 +136,21 @@ def squared(outputs: Tensor, y: Tensor) -> Tensor:
     return (outputs.sum(1) - y).square().mean()
 
 
-def calls(case: str) -> list[Call]:
+def calls(case: Case) -> list[Call]:
     """A stream of small tasks: the calls that learn it."""
     made: list[Call] = []
-    ends, named = "by themselves" not in case and case != "task-free", "by themselves" in case or "icarl" in case
     for task in range(TASKS):
-        name = f"task {task}" if named else None
-        classes = range(2 + task % 3) if "new classes" in case else OWN_CLASSES[f"task {task}"] if "icarl" in case else range(CLASSES)
-        batches = stream(batches=4, classes=classes, seed=task)
+        name = f"task {task}" if case.named else None
+        batches = stream(batches=4, classes=case.classes(task), seed=task)
         for x, y in batches:
-            label = y.float() if case == "own loss" else y
-            made.append(Call(True, lambda learner, x=x, y=label, name=name: learner.observe(x, y, task=name)))
-        if ends:
-            again = batches if "second look" in case else None
+            target = y.float() if case.regression else y
+
+            def observe(learner: OnePass, x: Tensor = x, y: Tensor = target, name: str | None = name) -> object:
+                return learner.observe(x, y, task=name)
+
+            made.append(Call(True, observe))
+        if case.ends:
+            again = batches if case.again else None
             made.append(Call(False, lambda learner, again=again: learner.end_task(again=again)))
     return made
 
@@ -145,16 +197,19 @@ class Interrupter:
         self._thread.join()
 
 
-def storm(case: str, hits: int) -> dict[bool, Count]:
-    """Interrupt calls until `hits` interrupts have struck inside `observe`; the key is whether it was `observe`."""
-    build, make = CASES[case]
-    start = build().state_dict()
+def storm(name: str, hits: int) -> dict[bool, Count]:
+    """Interrupt calls until `hits` interrupts have struck inside `observe`.
+
+    The key is whether it was `observe`.
+    """
+    case = CASES[name]
+    start = case.build().state_dict()
 
     def fresh() -> OnePass:
-        module = build()
+        module = case.build()
         module.load_state_dict(start)
         torch.manual_seed(0)  # from here on torch's generator must stay as it is
-        return make(module)
+        return case.make(module)
 
     undisturbed, states = fresh(), []
     states.append((packed(undisturbed), module_state(undisturbed)))
@@ -178,14 +233,14 @@ def storm(case: str, hits: int) -> dict[bool, Count]:
                     steps[at].make(learner)
                     inside = False
                     interrupter.sent.wait(10)
-                    time.sleep(0.001)  # the interrupt came after the call, and strikes here at the latest
+                    time.sleep(0.001)  # it came after the call, and strikes here at the latest
                     raise AssertionError("an interrupt was lost")
                 except KeyboardInterrupt:
                     interrupter.sent.wait(10)
                 now, what = (packed(learner), module_state(learner)), steps[at].observes
                 done = now != states[at]
                 if done:
-                    assert now == states[at + 1], f"between two states in call {at} of {case}"
+                    assert now == states[at + 1], f"between two states in call {at} of {name}"
                     at += 1
                 undone, whole = counts[what]
                 counts[what] = Count(undone + (inside and not done), whole + (inside and done))
@@ -227,7 +282,8 @@ def test_an_interrupt_in_a_report_loses_that_report_alone() -> None:
             if number == 4:
                 learner.end_task()
             if number == 5:
-                module.left = 3 if strikes else -1  # known already? the batch with what is rehearsed, and the report
+                # Three passes: is the batch known? the batch with what is rehearsed, the report.
+                module.left = 3 if strikes else -1
             with pytest.raises(KeyboardInterrupt) if strikes and number == 5 else nullcontext():
                 learner.observe(x, y)
             assert learner.steps == number + 1
