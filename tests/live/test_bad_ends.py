@@ -94,6 +94,25 @@ def test_a_module_that_fails_in_the_second_look_is_one_sentence(answer: Callable
         learner.end_task(again=[(x, x)])
 
 
+@pytest.mark.parametrize(("method", "settings"), [("ewc", {}), ("ewc", {"labels": "data"}), ("mas", {})])
+def test_a_module_that_keeps_no_graph_in_evaluation_is_not_taken_for_one_without_importances(method: str, settings: dict[str, Any]) -> None:
+    class Serving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(self.training):
+                found: Tensor = self.head(x)
+            return found
+
+    learner = OnePass(Serving(), method, learning_rate=0.1, **settings)
+    x, y = batch()
+    learner.observe(x, y)
+    with refused(learner, "in evaluation mode", "does not depend on the module's trainable parameters"):
+        learner.end_task(again=[(x, y)])
+
+
 def test_icarl_with_several_inputs_is_refused_or_works() -> None:
     learner = OnePass(Pair(), "icarl", learning_rate=0.1, tasks=[[0, 1], [2, 3]])
     one, two = batch(classes=range(2)), batch(classes=range(2, 4))

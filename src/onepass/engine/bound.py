@@ -232,8 +232,11 @@ class Bound(Fleet):
             check_scalar(value)
             trained = [self._parameters[self.architecture.frozen + number] for number in self._driven]
             gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
-            if training and all(gradient is None for gradient in gradients):
-                raise InputError("the loss does not depend on the module's trainable parameters: compute it from the outputs, without detach()")
+            if all(gradient is None for gradient in gradients):
+                where = "" if training else ", when the module is in evaluation mode,"
+                raise InputError(
+                    f"the loss{where} does not depend on the module's trainable parameters: compute it from the outputs, without detach()"
+                )
         row, (places,) = self.gradients.place(self.theta)
         used = {number: gradient for number, gradient in zip(self._driven, gradients, strict=True) if gradient is not None}
         self._put(used, places[self.architecture.frozen :])
