@@ -76,3 +76,27 @@ def test_files_that_have_what_is_refused_by_now_are_loaded_and_answer(tmp_path: 
     x, y = data(1)[0]
     assert (learner.predict(x) == y).double().mean() > 0.7
     learner.observe(*data(2)[0])
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, torch.bfloat16])
+def test_it_learns_and_answers_in_numbers_of_every_kind(kind: torch.dtype) -> None:
+    learner = OnePass(net().to(kind), "icarl", learning_rate=0.2, tasks=TASKS, exemplars=60)
+    for task in range(2):
+        batches = [(x.to(kind), y) for x, y in data(task)]
+        for x, y in batches:
+            learner.observe(x, y)
+        learner.end_task(again=batches)
+    for task in range(2):
+        x, y = (torch.cat(part) for part in zip(*data(task), strict=True))
+        assert (learner.predict(x.to(kind)) == y).double().mean() > 0.8
+
+
+def test_the_default_kind_of_number_does_not_matter() -> None:
+    learner = learnt(2)
+    x = data(0)[0][0]
+    answer = learner.scores(x).nan_to_num(7)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(learner.scores(x).nan_to_num(7), answer)
+    finally:
+        torch.set_default_dtype(torch.float32)

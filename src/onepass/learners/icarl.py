@@ -175,7 +175,9 @@ class ICarl(Learner):
     # ---- answers
 
     def _features(self, batch: Batch) -> Tensor:
-        return normalize(self.fleet.forward(batch).features, dim=-1)
+        """In 32 bits at least: distances in half precision are not to be had everywhere."""
+        features = self.fleet.forward(batch).features
+        return normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
 
     def means(self) -> Tensor:
         """The mean of each class's exemplars on normalised features, normalised, `[R, classes seen, D]`."""
@@ -185,11 +187,12 @@ class ICarl(Learner):
         return normalize((features.view(*self.x.shape[:3], -1) * filled[..., None]).sum(2), dim=-1)
 
     def scores(self, batch: Batch) -> Tensor:
-        scores = torch.full((*batch.slots.shape, self.fleet.slots.count), -torch.inf, device=self.fleet.device)
+        shape = (*batch.slots.shape, self.fleet.slots.count)
         if not self.seen:
-            return scores.fill_(torch.nan)  # no answer is no right answer
+            return torch.full(shape, torch.nan, device=self.fleet.device)  # no answer is no right answer
         self._means = self.means() if self._means is None else self._means
         distance = torch.cdist(self._features(batch), self._means)
+        scores = torch.full(shape, -torch.inf, dtype=distance.dtype, device=self.fleet.device)
         scores[..., self._slots] = -distance.masked_fill(self.held[:, None] == 0, torch.inf)
         if self.all_classes:  # whoever is beaten by a class of another task is wrong
             own = self.fleet.competition.evaluated.select(scores, batch.slots).amax(-1, keepdim=True)
