@@ -20,7 +20,7 @@ class Memory:
 
     `per_task` examples of each task, and at most `examples` and `bytes` in all. Both are hard limits:
     `bytes` counts the examples and everything that is noted of them and of their groups, beside a
-    fixed few kilobytes. When they are reached, the largest group gives way, so tasks and classes stay
+    fixed 25 kilobytes at most. When they are reached, the largest group gives way, so tasks and classes stay
     level. Without task boundaries `per_task` means nothing, there are 1000 `examples` unless said
     otherwise, and the reference is drawn from those that are older than `recent` batches.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,7 +26,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._table = array("q", bytes(8 * PLACES))
-        self._some = set[int]()  # hashes that are divisible by
+        self._some = array("q")  # hashes, in order, that are divisible by
         self._by = 1  # this power of two
         self._again = 0
         self._told = False
@@ -33,7 +34,7 @@ class Repeats:
     def __copy__(self) -> Repeats:
         twin = Repeats()
         twin._table, twin._again, twin._told = self._table[:], self._again, self._told
-        twin._some, twin._by = set(self._some), self._by
+        twin._some, twin._by = self._some[:], self._by
         return twin
 
     def note(self, columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
@@ -42,17 +43,22 @@ class Repeats:
             return
         for found in hashes(columns, rows):
             place = found % PLACES
-            self._again += self._table[place] == found or found in self._some
+            self._again += self._table[place] == found or self._is_kept(found)
             self._table[place] = found
             if found % self._by == 0:
                 self._keep(found)
 
     def _keep(self, found: int) -> None:
         """Remember a hash for good, or half of them where they are too many."""
-        self._some.add(found)
+        if not self._is_kept(found):
+            insort(self._some, found)
         while len(self._some) > PLACES:
             self._by *= 2
-            self._some = {one for one in self._some if one % self._by == 0}
+            self._some = array("q", [one for one in self._some if one % self._by == 0])
+
+    def _is_kept(self, found: int) -> bool:
+        place = bisect_left(self._some, found)
+        return place < len(self._some) and self._some[place] == found
 
     def tell(self) -> None:
         """Say it, once. Not in `note`: a handler of the log may raise, and that is in the middle of a change."""
