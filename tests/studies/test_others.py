@@ -567,6 +567,27 @@ def test_a_study_whose_creation_takes_long_is_said_to_be_just_being_created(tmp_
                 pass
 
 
+# ---- results that are gone
+
+
+@pytest.mark.parametrize("harm", ["all", "one", "altered"])
+def test_a_study_whose_arrays_are_gone_is_not_said_to_be_complete(harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    with study(tmp_path) as opened:
+        opened.plan([RUNS])
+        opened.add({RUNS[0].id: record(RUNS[0])}, MADE)
+    runs = [path for path in (tmp_path / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes()]
+    for path in runs if harm == "one" else (tmp_path / "arrays").iterdir():
+        if harm == "altered":
+            path.write_bytes(path.read_bytes() + b" ")
+        else:
+            path.unlink()
+    assert outcome("status", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert "cannot be used" in said.err
+    assert not said.out
+
+
 # ---- file systems that cannot lock
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
 from onepass.studies.database import FILE
+from onepass.studies.recovery import private
 from onepass.studies.rescue import rescue
 from onepass.studies.results import evaluation
 from onepass.studies.store import Store
@@ -127,6 +131,38 @@ def test_the_last_page_of_a_table_costs_the_rows_on_it_alone(tmp_path: Path) -> 
     rescued = rescue(tmp_path / "old", tmp_path / "new")
     assert len(results_in(tmp_path / "new")) == rescued.results > 40
     assert [what.partition(":")[0] for what in rescued.lost] == ["the end of the table 'records'"]
+
+
+def test_a_copy_of_ones_own_is_used_without_locks(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")  # stands for a file system that refuses every lock
+        with closing(sqlite3.connect(tmp_path / FILE, timeout=0)) as locking, pytest.raises(sqlite3.OperationalError):
+            locking.execute("SELECT count(*) FROM records")
+        with closing(private(tmp_path / FILE)) as connection:
+            assert connection.execute("SELECT count(*) FROM records").fetchone() == (len(GRID),)
+
+
+@pytest.mark.parametrize("end", ["", "-wal"])
+def test_rescue_and_recovery_use_such_copies_alone(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with study(tmp_path / "old") as opened:
+        if end:
+            as_older_versions(opened)
+        opened.plan([GRID])
+        opened.add({unit.id: record(unit) for unit in GRID}, MADE)
+        shutil.copytree(tmp_path / "old", tmp_path / "killed")
+    opened_files, connect = [], sqlite3.connect
+
+    def noted(database: str, **settings: Any) -> sqlite3.Connection:
+        opened_files.append(str(database))
+        return connect(database, **settings)
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    assert rescue(tmp_path / "killed", tmp_path / "new").results == len(GRID)
+    assert results_in(tmp_path / "killed") == GRID_IDS
+    copies = [name for name in opened_files if str(tmp_path) not in name and ":memory:" not in name and "immutable=1" not in name]
+    assert copies
+    assert all("vfs=unix-none" in name for name in copies)
 
 
 def test_no_room_for_a_copy_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

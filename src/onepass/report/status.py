@@ -43,6 +43,7 @@ class Count:
 def show(folder: Path, console: Console) -> None:
     """Print a table, a line a method, and what can be said about the rest."""
     with Store.read(folder) as store:
+        store.check_arrays()
         recipe = store.contents.study["recipe"]
         entries: dict[str, dict[str, Entry]] = {name: {} for name in recipe["methods"]}
         for unit, entry in store.contents.entries.items():
@@ -96,8 +97,9 @@ def count(store: Store, recipe: dict[str, Any], name: str, entries: Mapping[str,
     chosen = None
     if len(done) == wanted["cv"]:
         done.sort(key=lambda unit: [place[h][tried[unit].unit.hyperparameters[h]] for h in grid])
+        records = [store.record(unit) for unit in done]
         try:
-            chosen = select([store.record(unit) for unit in done])
+            chosen = select(records)
         except InputError:  # every grid point diverged: there is nothing more to do
             wanted["ev"] = 0
     mine = {unit: entry for unit, entry in runs.items() if entry.unit.hyperparameters == chosen}

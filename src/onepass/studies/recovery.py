@@ -66,6 +66,16 @@ def copied(*paths: Path) -> Iterator[Path]:
         yield folder
 
 
+def private(copy: Path) -> sqlite3.Connection:
+    """A connection to a copy that no other process knows.
+
+    It locks nothing: the folder for temporary files may be on a file system that cannot.
+    """
+    connection = sqlite3.connect(f"{copy.absolute().as_uri()}?vfs=unix-none", uri=True, isolation_level=None)
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # so that a log needs no shared memory
+    return connection
+
+
 @contextmanager
 def recovered(path: Path, results: Results) -> Iterator[Path]:
     """A copy of the file with what was left applied to it; raises where that is not the file's own."""
@@ -81,7 +91,7 @@ def recovered(path: Path, results: Results) -> Iterator[Path]:
 
 def _apply(path: Path, copy: Path, results: Results) -> None:
     before = _counter(copy)
-    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+    with closing(private(copy)) as connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # this applies it
         found = _sound(results, connection)
     names, journal = " and ".join(beside.name for beside in left(path)), path.with_name(path.name + JOURNAL)

@@ -16,7 +16,7 @@ from onepass.protocol import grid_points
 from onepass.studies import schema
 from onepass.studies.database import FILE, NESTED, TABLES, definition, is_sound, nested, no_study, refusing
 from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored
-from onepass.studies.recovery import LARGEST, LOG, DamagedError, copied, left
+from onepass.studies.recovery import LARGEST, LOG, DamagedError, copied, left, private
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
 
@@ -147,7 +147,7 @@ def _lengthen(path: Path) -> None:
 
 def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
     """The sound rows of a table; where a page is damaged, those on the others."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with closing(private(path)) as connection:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("BEGIN")  # SQLite would lock the file anew for every row

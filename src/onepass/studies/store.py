@@ -12,6 +12,7 @@ Nothing here needs torch: looking at a study is quick.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -213,6 +214,17 @@ class Store:
         if name != _arrays_name(content):
             raise damaged(path, "it was truncated or altered")
         return content
+
+    def check_arrays(self) -> None:
+        """Raise unless the arrays of every record are there, whatever is in them."""
+        folder = self.folder / "arrays"
+        try:
+            there = set(os.listdir(folder))
+        except OSError as reason:
+            raise damaged(folder, reason.strerror or str(reason)) from None
+        for stored in self.contents.records.values():
+            if stored.arrays not in there:
+                raise damaged(folder / stored.arrays, "it is not there")
 
     def trained_together(self, unit: str) -> int:
         """How many runs were rows of the fleet that made this record: a fleet has one file of arrays."""
