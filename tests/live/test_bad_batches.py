@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from live_bad import CLASSES, Pair, Rich, batch, in_a_second_task, refused
-from onepass import OnePass
+from onepass import InputError, Memory, OnePass
 from toys import small_net
 
 # ---- batches
@@ -281,5 +281,14 @@ def test_somebody_who_watches_does_not_change_what_is_refused(trouble: str) -> N
 
 def test_a_batch_of_one_for_batch_norm_is_refused() -> None:
     learner = in_a_second_task()
-    with refused(learner, "refused the batch", "more than 1 value", "nothing was learnt"):
+    with refused(learner, "refused the batch", "batch-norm needs two examples", "nothing was learnt"):
         learner.observe(*batch(1))
+
+
+@pytest.mark.parametrize(("method", "settings"), [("a-gem", {"reference_batch": 1}), ("gem", {"memory": Memory(examples=2)})])
+def test_a_memory_that_gives_batch_norm_a_single_example_is_refused_in_words_that_say_so(method: str, settings: dict[str, Any]) -> None:
+    learner = OnePass(Rich(), method, learning_rate=0.1, **settings)
+    with pytest.raises(InputError, match="a larger reference_batch, or more memory"):  # noqa: PT012
+        for seed in range(4):
+            learner.observe(*batch(seed=seed))
+            learner.end_task()

@@ -143,3 +143,18 @@ def test_a_learning_rate_beyond_the_kind_of_number_is_refused() -> None:
     with refused(learner, "more than torch.float16 can hold"):
         learner.learning_rate = 1e5
     assert learner.learning_rate == 1e4
+
+
+@pytest.mark.parametrize("method", ["ewc", "pi", "rwalk", "mas"])
+def test_a_task_whose_importances_are_not_finite_does_not_end(method: str) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"fisher": "moving-average"} if method == "ewc" else {}
+    learner = OnePass(small_net(CLASSES).half(), method, learning_rate=0.01, strength=1e9, **settings)
+    x, y = batch()
+    batches = [(x.half(), y)] * 12
+    for one in batches:
+        learner.observe(*one)
+    with refused(learner, f"what {method} keeps of this task is not finite", "float32", "the task has not ended"):
+        learner.end_task(again=batches if method == "mas" else None)
+    learner.observe(*batches[0])
+    assert (learner.segment, learner.steps) == (0, 13)

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -22,10 +22,11 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from onepass.draws import Purpose, Source, one_of_bits, torch_seeded
-from onepass.errors import InputError, LearntError, first_line
+from onepass.errors import InputError, LearntError, first_line, shown
 from onepass.learners import METHODS
 from onepass.live.memory import Memory
 from onepass.live.saving import AGAIN, packed, unpacked
+from onepass.live.settings import refusing
 from onepass.live.wrapper import OnePass
 
 Array = NDArray[Any]
@@ -235,6 +236,8 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise InputError(f"settings must be a dictionary of settings of OnePass, got {type(self.settings).__name__}")
         settings = {"grow": True, **(self.settings or {})}
         for name in settings:
+            if not isinstance(name, str):
+                raise InputError(f"settings are named by strings, got {shown(name)}")
             if name in OWN or name in DECIDED:
                 why = "it is a parameter of the classifier itself" if name in OWN else "a classifier leaves no choice of it"
                 raise InputError(f"settings cannot have '{name}': {why}")
@@ -246,7 +249,8 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise InputError(f"{self.method} needs to know the classes of each task, and a classifier is not told: choose another method")
         rate = self.learning_rate
         if isinstance(rate, Real) and not isinstance(rate, bool):
-            rate = float(rate)  # a search over parameters gives NumPy's numbers
+            with suppress(OverflowError):  # it is refused below
+                rate = float(rate)  # a search over parameters gives NumPy's numbers
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         module = self._new_module(seed)
         return OnePass(module, self.method, learning_rate=rate, task_free=self.task_free, memory=self.memory, seed=seed, **settings)
@@ -257,7 +261,8 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.module is not None and not callable(self.module):
             raise InputError(f"module must be an nn.Module, a function of (features, classes) that makes one, or None, got {self.module!r}")
         features, classes = self.n_features_in_, max(2, len(self.classes_))
-        with torch_seeded(one_of_bits(seed, Purpose.INITIAL, 0, 0), torch.device("cpu")):
+        seeded = torch_seeded(one_of_bits(seed, Purpose.INITIAL, 0, 0), torch.device("cpu"))
+        with seeded, refusing("the network cannot be made", "look at module and hidden"):
             return self._layers(features, classes) if self.module is None else self.module(features, classes)
 
     def _layers(self, features: int, classes: int) -> nn.Module:
@@ -310,7 +315,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             with learner._alone:  # another thread may be learning
                 view = self._view if self._view[0] is learner else state["_view"]  # it may be fitted anew meanwhile
                 state["classes_"], state["_outputs"] = view[1:]
-                learner.fleet.intact()
+                learner._check_whole("copy or pickle")
                 # The module's parameters are views of one tensor: a copy of it has tensors of their own, and what else there is goes as a file.
                 state["learner_"] = copy.deepcopy(learner.module), packed(learner)
         state.pop("_view", None)

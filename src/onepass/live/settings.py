@@ -31,6 +31,13 @@ CLASSES = 2**20  # that tasks may declare at most: every class up to the highest
 def check_module(module: object, place: str = "first") -> None:
     if not isinstance(module, nn.Module):
         raise InputError(f"the {place} argument must be an nn.Module, got {type(module).__name__}")
+    check_mode()
+
+
+def check_mode() -> None:
+    """Raise in inference mode: what is made there can never be learnt from."""
+    if torch.is_inference_mode_enabled():
+        raise InputError("nothing can be learnt in inference mode: leave torch.inference_mode() first")
 
 
 def read_method(name: str) -> type[Learner]:
@@ -214,4 +221,7 @@ def refusing(what: str, then: str) -> Iterator[None]:
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as reason:
-        raise InputError(f"{what} ({first_line(reason)}): {then}") from reason
+        why = first_line(reason)
+        if "more than 1 value per channel" in why:  # torch does not say which part asks for what
+            why = "batch-norm needs two examples at least: use larger batches, a larger reference_batch, or more memory for each task"
+        raise InputError(f"{what} ({why}): {then}") from reason

@@ -30,6 +30,7 @@ from onepass.live.settings import (
     OwnLoss,
     Tasks,
     check_method,
+    check_mode,
     check_module,
     check_whole,
     make_place,
@@ -122,6 +123,7 @@ class OnePass:
         self._watch = Watch(self, watch, watch_every)
         self._autosave, self._autosave_every = read_autosave(autosave), autosave_every
         self._alone = Exclusive()
+        self._changing = False  # is a batch being learnt, or a task ended?
         with self._alone:
             originals = [(p, p.data) for p in module.parameters()]
             try:
@@ -169,20 +171,13 @@ class OnePass:
         """
         with self._alone:
             began = time.perf_counter()
-            self._check_outside()
-            batch, labels, kind = self._read(x, y)
-            name, crossing = which(self, task)
-            self._check_labels(labels, name)
-            growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
-            if crossing or growing or self.batches == 0:
-                with or_as_before(self):
-                    self._begin(batch, labels, name, crossing)
-                    self._learn(batch, labels)
-            else:
-                self._learn(batch, labels)
-            if self.examples is None:
-                self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
-            self.batches += 1
+            check_mode()
+            self._check_whole("observe()")
+            self._changing = True
+            try:
+                labels = self._observe(x, y, task)
+            finally:
+                self._changing = False
             loss = self.fleet.loss_before
             with already("the batch was learnt"):
                 try:
@@ -195,6 +190,22 @@ class OnePass:
                             self.save(self._autosave)
             return loss
 
+    def _observe(self, x: X, y: object, task: Name | None) -> list[int]:
+        batch, labels, kind = self._read(x, y)
+        name, crossing = which(self, task)
+        self._check_labels(labels, name)
+        growing = self.outputs is not None and self.classifies and max(labels) >= self.outputs
+        if crossing or growing or self.batches == 0:
+            with or_as_before(self):
+                self._begin(batch, labels, name, crossing)
+                self._learn(batch, labels)
+        else:
+            self._learn(batch, labels)
+        if self.examples is None:
+            self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
+        self.batches += 1
+        return labels
+
     def _advise(self, labels: list[int], loss: float) -> None:
         """Log what the user should know; a handler of the log may raise."""
         if self.advice.wanted:
@@ -202,10 +213,11 @@ class OnePass:
         if self.memory is not None:
             self.memory.tell()
 
-    def _check_outside(self) -> None:
-        """Raise unless a batch can be learnt now."""
-        if self.fleet.tick is not None:
-            raise InputError("the learner is in the middle of a batch: do not call observe() or end_task() in its own module or loss")
+    def _check_whole(self, call: str) -> None:
+        """Raise where the user's own code, inside a change of the learner, calls for another one."""
+        if self._changing:
+            where = "in the middle of a batch, or of the end of a task"
+            raise InputError(f"the learner is {where}: do not call {call} in its own module, loss or data")
         self.fleet.intact()
 
     def _begin(self, batch: Batch, labels: list[int], task: Name | None, crossing: bool) -> None:
@@ -264,11 +276,16 @@ class OnePass:
         with self._alone:
             if self.task_free:
                 raise InputError("this stream was declared task-free: there is no task to end")
+            check_mode()
+            self._check_whole("end_task()")
             if self.batches == 0:
                 raise InputError("no batch was observed since the last task ended: observe some before end_task()")
-            self._check_outside()
-            with or_as_before(self):
-                self._end(again)
+            self._changing = True
+            try:
+                with or_as_before(self):
+                    self._end(again)
+            finally:
+                self._changing = False
             if self._autosave is not None:
                 with already("the task has ended"):
                     self.save(self._autosave)
@@ -280,6 +297,10 @@ class OnePass:
                 raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task{other}")
             self._review(again)
         self.learner.end_task()
+        # Importances are squares and quotients of gradients: in half precision they soon overflow.
+        if not all(bool(kept.isfinite().all()) for kept in self.learner.state().values()):
+            what = f"what {self.method} keeps of this task is not finite"
+            raise InputError(f"{what}: scale the data, take smaller steps, or use a module in float32; the task has not ended")
         self._watch.ended()
         self.segment, self.batches, self.task = self.segment + 1, 0, None
 
@@ -376,6 +397,7 @@ class OnePass:
         from onepass.live.saving import save
 
         with self._alone:
+            self._check_whole("save()")
             save(self, read_path(path, "the path"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
