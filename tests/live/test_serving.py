@@ -381,30 +381,6 @@ def test_two_learners_that_ask_each_other_do_not_wait_for_ever() -> None:
     assert all(learner._alone._owner is None and not learner._alone._queue for learner in learners)
 
 
-def test_a_module_that_teaches_its_own_learner_is_refused() -> None:
-    class Teaching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(FEATURES, CLASSES)
-            self.then: Callable[[], object] = bool
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.then()
-            out: Tensor = self.layer(x)
-            return out
-
-    module = Teaching()
-    learner = OnePass(module, learning_rate=0.1)
-    x, y = torch.randn(5, FEATURES), torch.arange(5) % CLASSES
-    learner.observe(x, y)
-    before = packed(learner)
-    for then in (lambda: learner.observe(x, y), learner.end_task):
-        module.then = then
-        with pytest.raises(InputError, match="in the middle of a batch"):
-            learner.observe(x, y)
-        assert packed(learner) == before
-
-
 @pytest.mark.long
 def test_a_million_answers_change_nothing_and_none_fails() -> None:
     asked, alone = Noisy(), Noisy()
