@@ -226,7 +226,7 @@ MUTANTS = [
         ("budget for each task", "self.budget // (len(self._slots) + len(classes))", "self.budget // len(classes)"),
         ("the network teaches itself", "theta=self.teacher", "theta=self.fleet.theta"),
         ("distils over all slots", "(self._new + self._strength * self._old)", "(1 + 0 * self._strength)"),
-        ("features not normalised", "normalize(self.fleet.forward(batch).features, dim=-1)", "self.fleet.forward(batch).features"),
+        ("features not normalised", "normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)", "features"),
         ("teacher never learns", "        self.teacher = self.fleet.theta.clone()\n        self._teacher_buffers", "        self._teacher_buffers"),
         ("labels instead of the teacher", "torch.where(self._old > 0, taught, wanted)", "wanted + 0 * taught"),
         ("outputs instead of features", "self.fleet.forward(batch).features", "self.fleet.forward(batch).logits"),
