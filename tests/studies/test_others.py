@@ -588,6 +588,14 @@ def test_a_study_whose_arrays_are_gone_is_not_said_to_be_complete(harm: str, tmp
     assert not said.out
 
 
+def test_a_study_without_results_needs_no_folder_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with study(tmp_path) as opened:
+        opened.plan([GRID])
+    (tmp_path / "arrays").rmdir()
+    assert outcome("status", str(tmp_path)) == 0
+    assert "0 of" in capsys.readouterr().out
+
+
 # ---- file systems that cannot lock
 
 
