@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,12 +93,19 @@ def test_the_end_of_a_task_is_interrupted_by_no_other_change(where: str, call: s
     assert learner.segment == 1
 
 
-def test_a_watch_may_save_and_teach() -> None:
+def test_a_watch_may_save_learn_and_end_a_task(tmp_path: Path) -> None:
     """It is called when the batch was learnt."""
-    learner = OnePass(Calling(), "er", learning_rate=0.1, watch=lambda _: packed(learner), watch_every=1)
+
+    def watch(report: dict[str, Any]) -> None:
+        learner.save(tmp_path / str(report["step"]))
+        if report["step"] == 1:
+            learner.observe(*batch(seed=5))
+            learner.end_task()
+
+    learner = OnePass(Calling(), "er", learning_rate=0.1, watch=watch, watch_every=1)
     learner.observe(*batch())
-    learner.end_task()
-    assert learner.steps == 1
+    assert (learner.steps, learner.segment) == (2, 1)
+    assert [OnePass.load(tmp_path / name, Calling()).steps for name in "12"] == [1, 2]
 
 
 @pytest.mark.parametrize("call", ["wrap", "load", "observe()", "end_task()"])
