@@ -88,7 +88,7 @@ def test_what_is_remembered_of_the_examples_has_a_limit() -> None:
     repeats = Repeats()
     repeats.note(columns, range(20_000))
     assert len(repeats._some) <= PLACES
-    assert sum(map(sys.getsizeof, (repeats._table, repeats._some))) < 20_000  # of the 25 kilobytes that are promised
+    assert sum(map(sys.getsizeof, (repeats._table, repeats._some))) < 20_000  # of the 30 kilobytes that are promised
     assert repeats._again == 0
     repeats.note(columns, range(20_000))
     assert repeats._again >= PLACES // 4

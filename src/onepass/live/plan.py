@@ -19,8 +19,8 @@ class Memory:
     """How much of the past is kept, and where.
 
     `per_task` examples of each task, and at most `examples` and `bytes` in all. Both are hard limits:
-    `bytes` counts the examples and everything that is noted of them and of their groups, beside a
-    fixed 25 kilobytes at most. When they are reached, the largest group gives way, so tasks and classes stay
+    `bytes` counts the examples and everything that is noted of them and of their groups, beside
+    30 kilobytes at most. When they are reached, the largest group gives way, so tasks and classes stay
     level. Without task boundaries `per_task` means nothing, there are 1000 `examples` unless said
     otherwise, and the reference is drawn from those that are older than `recent` batches.
 
