@@ -315,7 +315,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             with learner._alone:  # another thread may be learning
                 view = self._view if self._view[0] is learner else state["_view"]  # it may be fitted anew meanwhile
                 state["classes_"], state["_outputs"] = view[1:]
-                learner._check_whole("copy or pickle")
+                learner._check_at_rest("copy or pickle")
                 # The module's parameters are views of one tensor: a copy of it has tensors of their own, and what else there is goes as a file.
                 state["learner_"] = copy.deepcopy(learner.module), packed(learner)
         state.pop("_view", None)

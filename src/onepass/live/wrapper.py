@@ -172,7 +172,7 @@ class OnePass:
         with self._alone:
             began = time.perf_counter()
             check_mode()
-            self._check_whole("observe()")
+            self._check_at_rest("observe()")
             self._changing = True
             try:
                 labels = self._observe(x, y, task)
@@ -213,7 +213,7 @@ class OnePass:
         if self.memory is not None:
             self.memory.tell()
 
-    def _check_whole(self, call: str) -> None:
+    def _check_at_rest(self, call: str) -> None:
         """Raise where the user's own code, inside a change of the learner, calls for another one."""
         if self._changing:
             where = "in the middle of a batch, or of the end of a task"
@@ -277,7 +277,7 @@ class OnePass:
             if self.task_free:
                 raise InputError("this stream was declared task-free: there is no task to end")
             check_mode()
-            self._check_whole("end_task()")
+            self._check_at_rest("end_task()")
             if self.batches == 0:
                 raise InputError("no batch was observed since the last task ended: observe some before end_task()")
             self._changing = True
@@ -397,7 +397,7 @@ class OnePass:
         from onepass.live.saving import save
 
         with self._alone:
-            self._check_whole("save()")
+            self._check_at_rest("save()")
             save(self, read_path(path, "the path"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
