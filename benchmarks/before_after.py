@@ -58,13 +58,30 @@ print(json.dumps(found))
 
 def run(tree: Path, command: list[str]) -> str:
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, *command], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def steps(tree: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
-        run(tree, ["-m", "onepass", "bench", "--methods", "van,ewc,a-gem", "--runs", "1,5", "--rounds", "3", "--json", str(path)])
+        run(
+            tree,
+            [
+                "-m",
+                "onepass",
+                "bench",
+                "--methods",
+                "van,ewc,a-gem",
+                "--runs",
+                "1,5",
+                "--rounds",
+                "3",
+                "--json",
+                str(path),
+            ],
+        )
         rows = json.loads(path.read_text())["rows"]
     return {f"{row['method']}, {row['runs']} runs": row["ours"] for row in rows}
 
@@ -77,9 +94,21 @@ def wrapper(tree: Path) -> dict[str, float]:
 def modules(tree: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "wrapper.md"
-        run(tree, [str(Path(__file__).with_name("wrapper.py")), "--rounds", "10", "--markdown", str(path)])
+        run(
+            tree,
+            [
+                str(Path(__file__).with_name("wrapper.py")),
+                "--rounds",
+                "10",
+                "--markdown",
+                str(path),
+            ],
+        )
         rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()[2:]]
-    return {f"A-GEM over plain steps, {row[0]}": float(row[4]) / (float(row[2]) + float(row[3])) for row in rows}
+    return {
+        f"A-GEM over plain steps, {row[0]}": float(row[4]) / (float(row[2]) + float(row[3]))
+        for row in rows
+    }
 
 
 def quickstart(tree: Path) -> dict[str, float]:
@@ -91,8 +120,15 @@ def quickstart(tree: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    measurements = {"steps": steps, "wrapper": wrapper, "modules": modules, "quickstart": quickstart}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    measurements = {
+        "steps": steps,
+        "wrapper": wrapper,
+        "modules": modules,
+        "quickstart": quickstart,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--rounds", type=int, default=7)

@@ -29,14 +29,18 @@ def resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=1_000_000)
     parser.add_argument("--windows", type=int, default=20)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10))
-    learner = OnePass(module, learning_rate=0.01, task_free=True, memory=Memory(bytes=BUDGET), reference_batch=16)
+    learner = OnePass(
+        module, learning_rate=0.01, task_free=True, memory=Memory(bytes=BUDGET), reference_batch=16
+    )
     noise = torch.randn(1000, 4, 8)
     length = chosen.batches // chosen.windows
     for window in range(chosen.windows):

@@ -40,31 +40,59 @@ UNPUBLISHED = {
 def warm_up(recipe: Recipe, stream: Stream, method: str, device: str) -> None:
     """A short training of the same shapes."""
     run = Run(0, dict.fromkeys(METHODS[method].hyperparameters, 0.01))
-    train(stream, "cv", METHODS[method], [run, run], recipe.setup(), recipe.method_options(method), device=device)
+    train(
+        stream,
+        "cv",
+        METHODS[method],
+        [run, run],
+        recipe.setup(),
+        recipe.method_options(method),
+        device=device,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"]
+    )
     parser.add_argument("--data", help="the folder of data sets; or ONEPASS_DATA")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--methods", default="van,ewc,a-gem,gem")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--no-evaluation", action="store_true")
     parser.add_argument("--exact", action="store_true", help="products in float32, not TF32")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes of the recipe, as for 'onepass run'")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="changes of the recipe, as for 'onepass run'",
+    )
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     keep_freed_memory()
     methods = arguments.methods.split(",")
     try:
-        recipe = load(arguments.recipe, [*arguments.set, *(["tf32=false"] if arguments.exact else [])], methods=arguments.methods)
-        unchosen = [method for method in methods if method not in {*recipe.paper.selected, *UNPUBLISHED}]
+        recipe = load(
+            arguments.recipe,
+            [*arguments.set, *(["tf32=false"] if arguments.exact else [])],
+            methods=arguments.methods,
+        )
+        unchosen = [
+            method for method in methods if method not in {*recipe.paper.selected, *UNPUBLISHED}
+        ]
         if unchosen:
-            raise InputError(f"the paper chose nothing for {unchosen[0]}: take some of {', '.join([*recipe.paper.selected, *UNPUBLISHED])}")
+            raise InputError(
+                f"the paper chose nothing for {unchosen[0]}: take some of {', '.join([*recipe.paper.selected, *UNPUBLISHED])}"
+            )
         folder = locate(streams.stream(recipe.stream).data or "", arguments.data)
         stream = open_stream(recipe, folder)
-        little = open_stream(load(arguments.recipe, ["train_examples=100", "test_examples=100"]), folder)
+        little = open_stream(
+            load(arguments.recipe, ["train_examples=100", "test_examples=100"]), folder
+        )
     except InputError as reason:
         parser.error(str(reason))
     paper = recipe.paper.companions.seconds  # a run, its table of training times
@@ -83,12 +111,23 @@ def main() -> None:
         runs = [Run(seed, chosen) for seed in range(arguments.seeds)]
         options = recipe.method_options(method)
         evaluate = not arguments.no_evaluation
-        records = train(stream, "ev", METHODS[method], runs, recipe.setup(), options, device=arguments.device, evaluate=evaluate)
+        records = train(
+            stream,
+            "ev",
+            METHODS[method],
+            runs,
+            recipe.setup(),
+            options,
+            device=arguments.device,
+            evaluate=evaluate,
+        )
         wall = time.perf_counter() - began
         share = records[0].seconds
         accuracies = [100 * average_accuracy(record.accuracy) for record in records]
         score = f"{np.mean(accuracies):.2f} ± {np.std(accuracies):.2f}" if evaluate else "–"
-        lines.append(f"| {method} | {wall:.1f} | {share * len(records):.1f} | {share:.2f} | {paper.get(method, '–')} | {score} |")
+        lines.append(
+            f"| {method} | {wall:.1f} | {share * len(records):.1f} | {share:.2f} | {paper.get(method, '–')} | {score} |"
+        )
         print(lines[-1], flush=True)
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(lines) + "\n")

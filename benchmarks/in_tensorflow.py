@@ -29,7 +29,9 @@ TASKS, STEPS, BATCH, BETA, PER_CLASS, REFERENCE = 17, 5500, 10, 10, 25, 256
 def read(folder: Path, name: str) -> np.ndarray:
     raw = gzip.decompress((folder / f"{name}.gz").read_bytes())
     dimensions = raw[3]
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(np.frombuffer(raw, ">i4", dimensions, 4))
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(
+        np.frombuffer(raw, ">i4", dimensions, 4)
+    )
 
 
 class Network:
@@ -42,30 +44,46 @@ class Network:
         self.x, self.y = tf1.placeholder(tf.float32, [None, 784]), tf1.placeholder(tf.int64, [None])
         h, parameters = self.x, []
         for i, (before, after) in enumerate(((784, 256), (256, 256), (256, 10))):
-            weights = tf1.get_variable(f"w{i}", [before, after], initializer=tf1.truncated_normal_initializer(stddev=0.1))
+            weights = tf1.get_variable(
+                f"w{i}", [before, after], initializer=tf1.truncated_normal_initializer(stddev=0.1)
+            )
             biases = tf1.get_variable(f"b{i}", [after], initializer=tf1.constant_initializer(0.1))
             parameters += [weights, biases]
             h = tf.matmul(h, weights) + biases
             h = tf.nn.relu(h) if i < 2 else h
-        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=self.y, logits=h))
+        loss = tf.reduce_mean(
+            tf.nn.sparse_softmax_cross_entropy_with_logits(labels=self.y, logits=h)
+        )
         self.accuracy = tf.reduce_mean(tf.cast(tf.equal(tf.argmax(h, 1), self.y), tf.float32))
-        optimiser, g = tf1.train.GradientDescentOptimizer(learning_rate), tf.gradients(loss, parameters)
+        optimiser, g = (
+            tf1.train.GradientDescentOptimizer(learning_rate),
+            tf.gradients(loss, parameters),
+        )
         self.step = optimiser.apply_gradients(zip(g, parameters, strict=True))
-        reference = [tf1.get_variable(f"r{i}", p.shape, initializer=tf1.zeros_initializer(), trainable=False) for i, p in enumerate(parameters)]
+        reference = [
+            tf1.get_variable(f"r{i}", p.shape, initializer=tf1.zeros_initializer(), trainable=False)
+            for i, p in enumerate(parameters)
+        ]
         self.remember = tf.group(*[tf1.assign(r, v) for r, v in zip(reference, g, strict=True)])
         dot = tf.add_n([tf.reduce_sum(r * v) for r, v in zip(reference, g, strict=True)])
         square = tf.add_n([tf.reduce_sum(r * r) for r in reference])
         share = tf.where(dot < 0, dot / square, 0.0)
-        self.projected_step = optimiser.apply_gradients([(v - share * r, p) for v, r, p in zip(g, reference, parameters, strict=True)])
+        self.projected_step = optimiser.apply_gradients(
+            [(v - share * r, p) for v, r, p in zip(g, reference, parameters, strict=True)]
+        )
         self.violated = tf.cast(dot < 0, tf.int32)
         self.initialise = tf1.global_variables_initializer()
-        self.session = tf1.Session(config=tf1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1))
+        self.session = tf1.Session(
+            config=tf1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
+        )
 
     def run(self, what: object, x: np.ndarray, y: np.ndarray) -> object:
         return self.session.run(what, {self.x: x, self.y: y})
 
 
-def runs(network: Network, method: str, count: int, first: int, folder: Path) -> Iterator[tuple[float, np.ndarray, int]]:
+def runs(
+    network: Network, method: str, count: int, first: int, folder: Path
+) -> Iterator[tuple[float, np.ndarray, int]]:
     """`A_T`, the areas under the learning curves of all tasks, and the violations, run by run."""
     x = read(folder, "train-images-idx3-ubyte").reshape(-1, 784)[5000:].astype(np.float32) / 255
     y = read(folder, "train-labels-idx1-ubyte")[5000:].astype(np.int64)
@@ -92,28 +110,52 @@ def runs(network: Network, method: str, count: int, first: int, folder: Path) ->
                 if method == "van" or task == 0:
                     network.run(network.step, task_x[at], task_y[at])
                     continue
-                some = slice(None) if len(memory_y) <= REFERENCE else np.random.choice(len(memory_y), REFERENCE, replace=False)
+                some = (
+                    slice(None)
+                    if len(memory_y) <= REFERENCE
+                    else np.random.choice(len(memory_y), REFERENCE, replace=False)
+                )
                 network.run(network.remember, memory_x[some], memory_y[some])
-                violations += network.run([network.projected_step, network.violated], task_x[at], task_y[at])[1]
+                violations += network.run(
+                    [network.projected_step, network.violated], task_x[at], task_y[at]
+                )[1]
             for label in range(10) if method == "a-gem" and task < TASKS - 1 else ():
                 members = np.flatnonzero(y == label)
-                evenly = np.ones(len(members), np.float32) / np.float32(len(members))  # other numbers come up than without probabilities
+                evenly = np.ones(len(members), np.float32) / np.float32(
+                    len(members)
+                )  # other numbers come up than without probabilities
                 kept = np.random.choice(members, PER_CLASS, p=evenly, replace=False)
-                memory_x, memory_y = np.concatenate([memory_x, x[kept][:, permutation]]), np.concatenate([memory_y, y[kept]])
-        final = np.mean([network.run(network.accuracy, test_x[:, permutation], test_y) for permutation in permutations])
+                memory_x, memory_y = (
+                    np.concatenate([memory_x, x[kept][:, permutation]]),
+                    np.concatenate([memory_y, y[kept]]),
+                )
+        final = np.mean(
+            [
+                network.run(network.accuracy, test_x[:, permutation], test_y)
+                for permutation in permutations
+            ]
+        )
         yield float(final), np.trapezoid(curves, axis=1) / BETA, violations
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("method", choices=["van", "a-gem"])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--learning-rate", type=float, help="0.03 for van and 0.1 for a-gem, as the paper chose, if not given")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        help="0.03 for van and 0.1 for a-gem, as the paper chose, if not given",
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
     if not (arguments.data / "train-images-idx3-ubyte.gz").is_file():
-        parser.error(f"{arguments.data} has no train-images-idx3-ubyte.gz: give the folder of the four gzipped files of MNIST")
+        parser.error(
+            f"{arguments.data} has no train-images-idx3-ubyte.gz: give the folder of the four gzipped files of MNIST"
+        )
     if not 0 <= arguments.first < arguments.runs:
         parser.error("nothing to do: --first must be below --runs")
     learning_rate = arguments.learning_rate or {"van": 0.03, "a-gem": 0.1}[arguments.method]
@@ -121,12 +163,18 @@ def main() -> None:
         f"{arguments.method} at {learning_rate:g}, TensorFlow {tf.__version__}\n\n| run | A_T | LCA_10 (trapezoid) | violations |\n|---|---|---|---|"
     )
     found = []
-    done = runs(Network(learning_rate), arguments.method, arguments.runs, arguments.first, arguments.data)
+    done = runs(
+        Network(learning_rate), arguments.method, arguments.runs, arguments.first, arguments.data
+    )
     for number, (final, areas, violations) in enumerate(done, arguments.first):
         found.append((final, areas.mean(), violations))
         print(f"| {number} | {final:.4f} | {areas.mean():.4f} | {violations} |", flush=True)
     mean, spread = np.mean(found, 0), np.std(found, 0)
-    print("| mean ± spread | " + " | ".join(f"{m:.4g} ± {s:.2g}" for m, s in zip(mean, spread, strict=True)) + " |")
+    print(
+        "| mean ± spread | "
+        + " | ".join(f"{m:.4g} ± {s:.2g}" for m, s in zip(mean, spread, strict=True))
+        + " |"
+    )
 
 
 if __name__ == "__main__":

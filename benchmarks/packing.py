@@ -27,7 +27,9 @@ def microseconds(name: str, rows: int, device: str, steps: int) -> float:
     recipe = load("quickstart")
     runs = [Run(seed, {"learning_rate": 0.03, "strength": 10.0}) for seed in range(rows)]
     options = recipe.method_options(name)
-    feed, fleet, learner = assemble(open_stream(recipe, None), "ev", METHODS[name], runs, recipe.setup(), options, device=device)
+    feed, fleet, learner = assemble(
+        open_stream(recipe, None), "ev", METHODS[name], runs, recipe.setup(), options, device=device
+    )
     for phase in range(2):
         learner.begin_task(phase)
         for _, batch in zip(range(20), feed.batches(phase), strict=False):
@@ -48,7 +50,9 @@ def microseconds(name: str, rows: int, device: str, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -57,8 +61,17 @@ def main() -> None:
     names = ["van", "ewc", "a-gem"]
     print(f"| runs | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for rows in ROWS:
-        found = {name: [microseconds(name, rows, arguments.device, max(20, 160 // rows)) for _ in range(arguments.rounds)] for name in names}
-        print(f"| {rows} | {' | '.join(f'{statistics.median(times):.0f}' for times in found.values())} |", flush=True)
+        found = {
+            name: [
+                microseconds(name, rows, arguments.device, max(20, 160 // rows))
+                for _ in range(arguments.rounds)
+            ]
+            for name in names
+        }
+        print(
+            f"| {rows} | {' | '.join(f'{statistics.median(times):.0f}' for times in found.values())} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from onepass.engine.batch import Batch
 from onepass.engine.cpu import keep_freed_memory
 from onepass.engine.fleet import Fleet
+from onepass.engine.slots import Slots
 from onepass.learners import METHODS
 from onepass.memory import EpisodicMemory
 from onepass.models import Network
-from onepass.streams.base import Pool
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.streams.base import Pool, separate_heads
 
 BATCH, TASKS, CLASSES, BUDGET, RATE = 10, 17, 5, 65, 0.01
 NETWORK = Network("resnet18-reduced", batch_norm="torch", initialisation="torch")
@@ -38,8 +38,8 @@ IMAGE = (32, 32, 3)
 
 
 def images(count: int, task: int) -> tuple[Tensor, Tensor]:
-    luck = torch.Generator().manual_seed(task)
-    x = torch.randint(0, 256, (count, 3072), dtype=torch.uint8, generator=luck)
+    generator = torch.Generator().manual_seed(task)
+    x = torch.randint(0, 256, (count, 3072), dtype=torch.uint8, generator=generator)
     return x, CLASSES * task + torch.arange(count) % CLASSES
 
 
@@ -74,7 +74,12 @@ def by_hand(tasks: int) -> Callable[[], None]:
             product = row @ g_ref
             if product < 0:
                 row = row - product / (g_ref @ g_ref) * g_ref
-            g = [part.view_as(p) for part, p in zip(row.split([p.numel() for p in parameters]), parameters, strict=True)]
+            g = [
+                part.view_as(p)
+                for part, p in zip(
+                    row.split([p.numel() for p in parameters]), parameters, strict=True
+                )
+            ]
         with torch.no_grad():
             for parameter, part in zip(parameters, g, strict=True):
                 parameter -= RATE * part
@@ -84,12 +89,28 @@ def by_hand(tasks: int) -> Callable[[], None]:
 
 def by_engine(method: str, tasks: int) -> Callable[[], None]:
     keep_freed_memory()
-    pool = Pool(torch.zeros(1, 3072, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 1, 1 / 255, shape=IMAGE)
-    slots = Slots.separate(TASKS, CLASSES)
-    fleet = Fleet(lambda: NETWORK.build(3072, IMAGE, slots.count), [0], slots, [RATE], prepare=pool.prepare_images)
+    pool = Pool(
+        torch.zeros(1, 3072, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.int64),
+        1,
+        1 / 255,
+        shape=IMAGE,
+    )
+    slots = Slots(separate_heads(TASKS, CLASSES))
+    fleet = Fleet(
+        lambda: NETWORK.build(3072, IMAGE, slots.count),
+        [0],
+        slots,
+        [RATE],
+        prepare=pool.prepare_images,
+    )
     found = METHODS[method].learner
     memory = EpisodicMemory(fleet, TASKS, BUDGET) if found.needs_memory else None
-    options = found.options(reference_batch=1300) if hasattr(found.options(), "reference_batch") else found.options()  # type: ignore[call-arg]
+    options = (
+        found.options(reference_batch=1300)
+        if hasattr(found.options(), "reference_batch")
+        else found.options()
+    )  # type: ignore[call-arg]
     learner = found(fleet, {}, options, memory)
     for task in range(tasks if memory is not None else 0):
         learner.begin_task(task)
@@ -101,7 +122,12 @@ def by_engine(method: str, tasks: int) -> Callable[[], None]:
     return lambda: fleet.learn(learner, Batch(x[None], y[None]))
 
 
-def serve(pipe: Connection, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...], threads: int) -> None:
+def serve(
+    pipe: Connection,
+    make: Callable[..., Callable[[], None]],
+    arguments: tuple[Any, ...],
+    threads: int,
+) -> None:
     torch.set_num_threads(threads)
     step = make(*arguments)
     step()
@@ -121,7 +147,9 @@ def measured(method: str, tasks: int, threads: int, rounds: int) -> str:
     }
     for name, (make, arguments) in made.items():
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, make, arguments, threads), daemon=True)
+        process = context.Process(
+            target=serve, args=(theirs, make, arguments, threads), daemon=True
+        )
         process.start()
         sides[name] = (ours, process)
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in sides}
@@ -133,12 +161,17 @@ def measured(method: str, tasks: int, threads: int, rounds: int) -> str:
     for pipe, process in sides.values():
         pipe.send(None)
         process.join()
-    (hand, hand_faults), (own, own_faults) = (tuple(statistics.median(column) for column in zip(*found[name], strict=True)) for name in sides)
+    (hand, hand_faults), (own, own_faults) = (
+        tuple(statistics.median(column) for column in zip(*found[name], strict=True))
+        for name in sides
+    )
     return f"| {method} | {threads} | {1e3 * hand:.0f} | {1e3 * own:.0f} | {hand / own:.2f} | {hand_faults:.0f} | {own_faults:.0f} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--method", default="van,a-gem")
     parser.add_argument("--tasks", type=int, default=16, help="past tasks, for A-GEM")
     parser.add_argument("--rounds", type=int, default=3)

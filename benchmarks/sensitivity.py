@@ -29,8 +29,7 @@ from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.metrics import Record, average_accuracy, metrics
 from onepass.protocol import Run, train
-from onepass.streams.base import TASKS, Part, Stream, Task
-from onepass.streams.slots import Slots
+from onepass.streams.base import TASKS, Heads, Part, Stream, Task
 from onepass.studies.fetch import locate
 from onepass.studies.recipe import from_stored, load
 from onepass.studies.results import results
@@ -45,7 +44,9 @@ def varied(text: str) -> tuple[str, list[float]]:
     try:
         return name, [float(value) for value in values.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,VALUE,… such as learning_rate=0.03,0.1, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=VALUE,VALUE,… such as learning_rate=0.03,0.1, got {text!r}"
+        ) from None
 
 
 class Beginning(Stream):
@@ -54,8 +55,8 @@ class Beginning(Stream):
     def __init__(self, whole: Stream, tasks: int) -> None:
         self.whole, self.count, self.pool = whole, tasks, whole.pool
 
-    def slots(self, part: Part) -> Slots:
-        return self.whole.slots(part)
+    def heads(self, part: Part) -> Heads:
+        return self.whole.heads(part)
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         return self.whole.tasks(part, seed)[: self.count]
@@ -79,7 +80,9 @@ def recorded(folder: Path, method: str, name: str = "split-cifar") -> Sequence[R
     with Store.read(folder) as store:
         recipe = from_stored(store.contents.study["recipe"])
         if recipe.name != name:
-            raise InputError(f"{folder} is a study of {recipe.name}, not of {name}: take another one")
+            raise InputError(
+                f"{folder} is a study of {recipe.name}, not of {name}: take another one"
+            )
         found = results(recipe, store)
     if method not in found or not found[method].records:
         raise InputError(f"{folder} has no runs of {method}: take another study")
@@ -96,22 +99,37 @@ def row(title: str, records: Sequence[Record]) -> tuple[str, str]:
     seeds = f"{records[0].seed} to {records[-1].seed}"
     singles = f"`A_T` of seeds {seeds}, {title}: {', '.join(f'{one.A_T:.4f}' for one in found if one.A_T is not None)}"
     if len(records[0].accuracy) > 1:
-        path = [np.mean([average_accuracy(record.accuracy, k + 1) for record in records]) for k in range(len(records[0].accuracy))]
-        singles += f"; `A_k` after each task, their mean: {', '.join(f'{value:.3f}' for value in path)}"
+        path = [
+            np.mean([average_accuracy(record.accuracy, k + 1) for record in records])
+            for k in range(len(records[0].accuracy))
+        ]
+        singles += (
+            f"; `A_k` after each task, their mean: {', '.join(f'{value:.3f}' for value in path)}"
+        )
     return "| " + " | ".join(cells) + " |", singles
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("method")
     parser.add_argument("varied", nargs="+", type=varied, help="such as learning_rate=0.03,0.1")
-    parser.add_argument("--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"])
+    parser.add_argument(
+        "--recipe", default="permuted-mnist", choices=["permuted-mnist", "split-cifar"]
+    )
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--tasks", type=int, default=TASKS["ev"], help="learn only so many")
-    parser.add_argument("--beside", type=Path, metavar="STUDY", help="the folder of a study of the same recipe")
+    parser.add_argument(
+        "--beside", type=Path, metavar="STUDY", help="the folder of a study of the same recipe"
+    )
     parser.add_argument("--set", action="append", default=[], help="as for onepass run")
-    parser.add_argument("--variant", help="of variants.py: " + ", ".join(f"{name} of {method}" for method in VARIANTS for name in VARIANTS[method]))
+    parser.add_argument(
+        "--variant",
+        help="of variants.py: "
+        + ", ".join(f"{name} of {method}" for method in VARIANTS for name in VARIANTS[method]),
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data")
     parser.add_argument("--markdown", type=Path)
@@ -121,17 +139,29 @@ def main() -> None:
     if arguments.tasks not in range(1, TASKS["ev"] + 1):
         parser.error(f"there are 1 to {TASKS['ev']} tasks to learn, not {arguments.tasks}")
     try:
-        stored = recorded(arguments.beside, arguments.method, arguments.recipe) if arguments.beside else []
+        stored = (
+            recorded(arguments.beside, arguments.method, arguments.recipe)
+            if arguments.beside
+            else []
+        )
         recipe = load(arguments.recipe, arguments.set)
-        stream = open_stream(recipe, locate(streams.stream(recipe.stream).data or "", arguments.data))
+        stream = open_stream(
+            recipe, locate(streams.stream(recipe.stream).data or "", arguments.data)
+        )
     except InputError as reason:
         parser.error(str(reason))
     axes = dict(arguments.varied)
     known = UNPUBLISHED | recipe.paper.selected
     if not axes.keys() <= known.get(arguments.method, {}).keys() or arguments.seeds < 1:
         named = ", ".join(f"{method} ({', '.join(point)})" for method, point in known.items())
-        parser.error(f"needs at least one seed, and one of these methods with a hyper-parameter of it: {named}")
-    method = METHODS[arguments.method] if arguments.variant is None else VARIANTS.get(arguments.method, {}).get(arguments.variant)
+        parser.error(
+            f"needs at least one seed, and one of these methods with a hyper-parameter of it: {named}"
+        )
+    method = (
+        METHODS[arguments.method]
+        if arguments.variant is None
+        else VARIANTS.get(arguments.method, {}).get(arguments.variant)
+    )
     if method is None:
         parser.error(f"there is no variant {arguments.variant!r} of {arguments.method}: see --help")
     chosen = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
@@ -141,18 +171,30 @@ def main() -> None:
     if arguments.tasks < TASKS["ev"]:
         stream = Beginning(stream, arguments.tasks)
     records = train(stream, "ev", method, runs, recipe.setup(), options, device=arguments.device)
-    written = [f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in axes.items()]
+    written = [
+        f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in axes.items()
+    ]
     heads = [arguments.method, *(f"{metric} (single runs)" for metric in SHOWN)]
-    command = ["python benchmarks/sensitivity.py", arguments.method, *written, f"--recipe {arguments.recipe} --seeds {arguments.seeds}"]
+    command = [
+        "python benchmarks/sensitivity.py",
+        arguments.method,
+        *written,
+        f"--recipe {arguments.recipe} --seeds {arguments.seeds}",
+    ]
     command += [f"--first-seed {arguments.first_seed}"] if arguments.first_seed else []
     command += [f"--tasks {arguments.tasks}"] if arguments.tasks < TASKS["ev"] else []
     command += [f"--beside {arguments.beside}"] if arguments.beside else []
-    command += [f"--set {setting}" for setting in arguments.set] + ([f"--variant {arguments.variant}"] if arguments.variant else [])
+    command += [f"--set {setting}" for setting in arguments.set] + (
+        [f"--variant {arguments.variant}"] if arguments.variant else []
+    )
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     lines = [f"`{' '.join(command)}`, {where}, torch {torch.__version__}", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     rows = [
-        row(", ".join(f"{name} {value:g}" for name, value in point.items()), records[number * len(seeds) : (number + 1) * len(seeds)])
+        row(
+            ", ".join(f"{name} {value:g}" for name, value in point.items()),
+            records[number * len(seeds) : (number + 1) * len(seeds)],
+        )
         for number, point in enumerate(chosen)
     ]
     if beside := [beginning(record, arguments.tasks) for record in stored if record.seed in seeds]:

@@ -33,7 +33,9 @@ def made() -> OnePass:
     return learner
 
 
-def measured(learner: OnePass, threads: int, seconds: float, learns: bool = True) -> tuple[float, list[float]]:
+def measured(
+    learner: OnePass, threads: int, seconds: float, learns: bool = True
+) -> tuple[float, list[float]]:
     """Milliseconds per batch (0 without learning), and those of every answer."""
     stop, answers = threading.Event(), list[float]()
     x, y = torch.randn(10, 784), torch.randint(0, 10, (10,))
@@ -62,7 +64,9 @@ def measured(learner: OnePass, threads: int, seconds: float, learns: bool = True
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--markdown", type=Path)
@@ -74,13 +78,22 @@ def main() -> None:
         rows.setdefault((1, False), []).append(measured(learner, 1, given.seconds, learns=False))
         for threads in THREADS:
             rows.setdefault((threads, True), []).append(measured(learner, threads, given.seconds))
-    lines = ["| threads that ask | learning | ms per batch | ms per answer, median | 99 % below | answers per second |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| threads that ask | learning | ms per batch | ms per answer, median | 99 % below | answers per second |",
+        "|---|---|---|---|---|---|",
+    ]
     for (threads, learns), found in rows.items():
         batch = statistics.median(one for one, _ in found)
         answers = sorted(ms for _, some in found for ms in some)
-        shown = [f"{answers[len(answers) // 2]:.2f}", f"{answers[int(0.99 * len(answers))]:.2f}"] if answers else ["–", "–"]
+        shown = (
+            [f"{answers[len(answers) // 2]:.2f}", f"{answers[int(0.99 * len(answers))]:.2f}"]
+            if answers
+            else ["–", "–"]
+        )
         rate = len(answers) / given.rounds / given.seconds
-        lines.append(f"| {threads} | {'yes' if learns else 'no'} | {f'{batch:.2f}' if learns else '–'} | {' | '.join(shown)} | {rate:.0f} |")
+        lines.append(
+            f"| {threads} | {'yes' if learns else 'no'} | {f'{batch:.2f}' if learns else '–'} | {' | '.join(shown)} | {rate:.0f} |"
+        )
     table = "\n".join(lines)
     print(table)
     if given.markdown is not None:

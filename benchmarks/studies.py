@@ -74,12 +74,16 @@ def cost(rounds: int) -> None:
         ):
             study.run(recipe, store, study.Means(workers=2), executor, Nobody())  # type: ignore[arg-type]
         total = spent.pop("everything")
-        shares = ", ".join(f"{name} {100 * seconds / total:.2f} %" for name, seconds in spent.items())
+        shares = ", ".join(
+            f"{name} {100 * seconds / total:.2f} %" for name, seconds in spent.items()
+        )
         print(f"cost of durability in the quickstart ({total:.1f} s in one process): {shares}")
 
 
 def size(rounds: int) -> None:
-    recipe = load("quickstart", None, "van").model_copy(update={"grids": {"van": {"learning_rate": [1 / (1 + k) for k in range(UNITS)]}}})
+    recipe = load("quickstart", None, "van").model_copy(
+        update={"grids": {"van": {"learning_rate": [1 / (1 + k) for k in range(UNITS)]}}}
+    )
     a = np.zeros((3, 3))
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:
@@ -87,17 +91,44 @@ def size(rounds: int) -> None:
             with timed(spent, "open and plan"), study.opened(folder, recipe) as (store, _):
                 store.plan(deal(cross_validation(recipe, "van"), UNITS // 50))
             with timed(spent, "status command"):
-                subprocess.run([*ONEPASS, "status", str(folder)], check=True, stdout=subprocess.DEVNULL)
+                subprocess.run(
+                    [*ONEPASS, "status", str(folder)], check=True, stdout=subprocess.DEVNULL
+                )
             with study.opened(folder, recipe) as (store, _):
                 for fleet in store.open_fleets().values():
-                    made = {e.unit.id: Record(e.unit.seed, e.unit.hyperparameters, a, a[0], a, None, None, 1.0, 1, False) for e in fleet}
+                    made = {
+                        e.unit.id: Record(
+                            e.unit.seed,
+                            e.unit.hyperparameters,
+                            a,
+                            a[0],
+                            a,
+                            None,
+                            None,
+                            1.0,
+                            1,
+                            False,
+                        )
+                        for e in fleet
+                    }
                     store.add(made, Provenance("", {}, ""))
-            with timed(spent, "open and plan when all is done"), study.opened(folder, recipe) as (store, _):
-                missing = [unit for unit in cross_validation(recipe, "van") if unit.id not in store.contents.records]
+            with (
+                timed(spent, "open and plan when all is done"),
+                study.opened(folder, recipe) as (store, _),
+            ):
+                missing = [
+                    unit
+                    for unit in cross_validation(recipe, "van")
+                    if unit.id not in store.contents.records
+                ]
             assert not missing
             with timed(spent, "status command when all is done"):
-                subprocess.run([*ONEPASS, "status", str(folder)], check=True, stdout=subprocess.DEVNULL)
-        print(f"a study of {UNITS} units: {', '.join(f'{what} {seconds:.2f} s' for what, seconds in spent.items())}")
+                subprocess.run(
+                    [*ONEPASS, "status", str(folder)], check=True, stdout=subprocess.DEVNULL
+                )
+        print(
+            f"a study of {UNITS} units: {', '.join(f'{what} {seconds:.2f} s' for what, seconds in spent.items())}"
+        )
 
 
 def workers(rounds: int) -> None:
@@ -105,14 +136,28 @@ def workers(rounds: int) -> None:
         spent: dict[str, float] = {}
         for count in ("1", "2"):
             with tempfile.TemporaryDirectory() as folder, timed(spent, count):
-                command = [*ONEPASS, "run", "quickstart", "--workers", count, "--out", f"{folder}/study"]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        print(f"quickstart: {spent['1']:.1f} s with one worker, {spent['2']:.1f} s with two: {spent['1'] / spent['2']:.2f} times faster")
+                command = [
+                    *ONEPASS,
+                    "run",
+                    "quickstart",
+                    "--workers",
+                    count,
+                    "--out",
+                    f"{folder}/study",
+                ]
+                subprocess.run(
+                    command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+        print(
+            f"quickstart: {spent['1']:.1f} s with one worker, {spent['2']:.1f} s with two: {spent['1'] / spent['2']:.2f} times faster"
+        )
 
 
 def main() -> None:
     parts: dict[str, Callable[[int], None]] = {"cost": cost, "size": size, "workers": workers}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=list(parts))
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()

@@ -13,22 +13,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import LOST, Fleet
 from onepass.learners import METHODS, Method
 from onepass.learners.agem import AGem
 from onepass.learners.base import Reference
 from onepass.learners.icarl import ICarl, Options
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 
 class UnionAGem(AGem):
     """A-GEM with one softmax over the classes of all past tasks in the reference loss: the authors' code until 2018-12-09, two days after
     the published runs on CIFAR. In the paper, and since then, an example's own task alone competes."""
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Reference,
+        memory: EpisodicMemory,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
-        self.closed = torch.ones(fleet.slots.count, dtype=torch.bool, device=fleet.device)  # slots of tasks that are not past
+        self.closed = torch.ones(
+            fleet.slots.count, dtype=torch.bool, device=fleet.device
+        )  # slots of tasks that are not past
 
     def begin_task(self, task: int) -> None:
         super().begin_task(task)
@@ -36,12 +44,19 @@ class UnionAGem(AGem):
 
     def reference_gradient(self, reference: Batch) -> tuple[Tensor, Tensor]:
         closed = self.closed.expand(*reference.slots.shape, -1)
-        return self.fleet.grad(replace(reference, extra={"closed": closed}), loss=among_open, update_buffers=self.moves, limit=LOST)
+        return self.fleet.grad(
+            replace(reference, extra={"closed": closed}),
+            loss=among_open,
+            update_buffers=self.moves,
+            limit=LOST,
+        )
 
 
 def among_open(logits: Tensor, slots: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
     """The cross-entropy over all slots that are not closed."""
-    return cross_entropy(logits[..., : extra["closed"].shape[-1]].masked_fill(extra["closed"], -torch.inf), slots)
+    return cross_entropy(
+        logits[..., : extra["closed"].shape[-1]].masked_fill(extra["closed"], -torch.inf), slots
+    )
 
 
 class GemICarl(ICarl):
@@ -55,10 +70,18 @@ class GemICarl(ICarl):
     there, exemplar sets are trimmed, and outputs that are herded are those of evaluation.
     """
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Options,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.compared = slice(0, fleet.slots.count)  # outputs
-        self.taught = torch.zeros(0, device=fleet.device)  # what the softmax of its task was for each exemplar, [R, classes seen, places, C]
+        self.taught = torch.zeros(
+            0, device=fleet.device
+        )  # what the softmax of its task was for each exemplar, [R, classes seen, places, C]
 
     def direction(self, batch: Batch) -> Tensor:
         self._means = None
@@ -73,9 +96,15 @@ class GemICarl(ICarl):
         rows = torch.arange(self.fleet.runs, device=self.fleet.device)[:, None]
         classes = len(self.fleet.slots.table[task])
         mine = slice(task * classes, (task + 1) * classes)
-        place = (self._luck.uniform(self.fleet.step, len(self._slots)) * self.held).long()[:, mine]
+        place = (self._random.uniform(self.fleet.step, len(self._slots)) * self.held).long()[
+            :, mine
+        ]
         owner = torch.arange(mine.start, mine.stop, device=place.device).expand_as(place)
-        return Batch(self.x[rows, owner, place], self._slots[owner], extra={"wanted": self.taught[rows, owner, place]})
+        return Batch(
+            self.x[rows, owner, place],
+            self._slots[owner],
+            extra={"wanted": self.taught[rows, owner, place]},
+        )
 
     def distillation(self, logits: Tensor, slots: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
         return cross_entropy(self.fleet.competition.outputs(logits, slots), extra["wanted"])
@@ -89,7 +118,10 @@ class GemICarl(ICarl):
     @torch.no_grad()
     def end_task(self) -> None:
         super().end_task()
-        architecture, slots = self.fleet.architecture, self._slots[:, None].expand(-1, self.x.shape[2])
+        architecture, slots = (
+            self.fleet.architecture,
+            self._slots[:, None].expand(-1, self.x.shape[2]),
+        )
         said = self.fleet.theta.new_zeros(*self.x.shape[:3], len(self.fleet.slots.table[0]))
         architecture.module.train()  # so batch-norm sees a class alone, and remembers it
         for r, parameters in enumerate(zip(*architecture.views(self.fleet.theta), strict=True)):
@@ -104,7 +136,9 @@ class GemICarl(ICarl):
 
     def means(self) -> Tensor:
         places = self.x.flatten(1, 2)
-        outputs = self._features(Batch(places, torch.zeros(places.shape[:2], dtype=torch.int64, device=places.device))).view(*self.x.shape[:3], -1)
+        outputs = self._features(
+            Batch(places, torch.zeros(places.shape[:2], dtype=torch.int64, device=places.device))
+        ).view(*self.x.shape[:3], -1)
         filled = torch.arange(self.x.shape[2], device=places.device) < self.held[..., None]
         return (outputs * filled[..., None]).sum(2) / self.held[..., None]
 

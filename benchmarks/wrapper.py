@@ -47,7 +47,9 @@ class Encoder(nn.Module):
         return out
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # how to build it, and reference batches on a CPU and on a GPU
+MODELS: dict[
+    str, tuple[Callable[[], nn.Module], int, int]
+] = {  # how to build it, and reference batches on a CPU and on a GPU
     "784-256-256-10": (lambda: mlp(784, [256, 256], CLASSES), 256, 256),
     "ResNet-18": (lambda: ResNet(64, CLASSES), 32, 256),
     "transformer encoder": (Encoder, 64, 256),
@@ -60,7 +62,9 @@ def examples(name: str, count: int, device: str) -> tuple[Tensor, Tensor]:
     if name == "transformer encoder":
         x = torch.randint(0, 1000, (count, 32), generator=generator)
     else:
-        x = torch.randn(count, *((3, 32, 32) if name == "ResNet-18" else (784,)), generator=generator)
+        x = torch.randn(
+            count, *((3, 32, 32) if name == "ResNet-18" else (784,)), generator=generator
+        )
     return x.to(device), y.to(device)
 
 
@@ -82,7 +86,13 @@ def plain_step(module: nn.Module, x: Tensor, y: Tensor, draw: int | None = None)
 
 def agem(module: nn.Module, past: tuple[Tensor, Tensor], reference: int) -> OnePass:
     """A learner with a memory of two past tasks, each as large as the reference batch."""
-    learner = OnePass(module, "a-gem", learning_rate=0.001, memory=Memory(per_task=reference), reference_batch=reference)
+    learner = OnePass(
+        module,
+        "a-gem",
+        learning_rate=0.001,
+        memory=Memory(per_task=reference),
+        reference_batch=reference,
+    )
     for task in range(2):
         for start in range(task * reference, (task + 1) * reference, BATCH):
             rows = slice(start, min(start + BATCH, (task + 1) * reference))
@@ -108,29 +118,54 @@ def measure(name: str, device: str, rounds: int) -> list[str]:
     past = examples(name, 2 * reference, device)
     twin = build().to(device)
     learner = agem(build().to(device), past, reference)
-    steps = [plain_step(twin, x, y), plain_step(twin, *past, draw=reference), lambda: learner.observe(x, y)]
+    steps = [
+        plain_step(twin, x, y),
+        plain_step(twin, *past, draw=reference),
+        lambda: learner.observe(x, y),
+    ]
     for step in steps:
         seconds(step, 5, device)
     count = max(1, round(0.25 / seconds(steps[2], 3, device)))
     times = [[seconds(step, count, device) for step in steps] for _ in range(rounds)]
     ratio = statistics.median(ours / (plain + again) for plain, again, ours in times)
-    milliseconds = [f"{1000 * statistics.median(column):.2f}" for column in zip(*times, strict=True)]
+    milliseconds = [
+        f"{1000 * statistics.median(column):.2f}" for column in zip(*times, strict=True)
+    ]
     extra, formula = memory(build, device, reference, (x, y), past)
-    return [name, str(reference), *milliseconds, f"{ratio:.2f}", f"{extra / 2**20:.1f}", f"{formula / 2**20:.1f}", f"{extra / formula:.2f}"]
+    return [
+        name,
+        str(reference),
+        *milliseconds,
+        f"{ratio:.2f}",
+        f"{extra / 2**20:.1f}",
+        f"{formula / 2**20:.1f}",
+        f"{extra / formula:.2f}",
+    ]
 
 
-def memory(build: Callable[[], nn.Module], device: str, reference: int, batch: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor]) -> tuple[int, int]:
+def memory(
+    build: Callable[[], nn.Module],
+    device: str,
+    reference: int,
+    batch: tuple[Tensor, Tensor],
+    past: tuple[Tensor, Tensor],
+) -> tuple[int, int]:
     """Extra bytes of an A-GEM step over a plain step, the examples in the memory aside, and the paper's formula for them."""
     module = build().to(device)
     parameters = sum(p.nbytes for p in module.parameters())
     many = [tensor.repeat(2, *[1] * (tensor.dim() - 1)) for tensor in past]
-    fewer, more = (peak(plain_step(module, *(tensor[: n * reference] for tensor in many)), module, device) for n in (2, 3))
+    fewer, more = (
+        peak(plain_step(module, *(tensor[: n * reference] for tensor in many)), module, device)
+        for n in (2, 3)
+    )
     hidden = more - fewer  # M·H: what a plain step needs more for so many more examples
     del many
     plain = peak(plain_step(module, *batch), module, device)
     learner = agem(module, past, reference)
     agem_peak = peak(lambda: learner.observe(*batch), module, device)
-    if device == "cpu":  # a profiler sees what a step takes, and not the gradients that stay between steps
+    if (
+        device == "cpu"
+    ):  # a profiler sees what a step takes, and not the gradients that stay between steps
         agem_peak += sum(views.whole.nbytes for views in learner.fleet.gradients._workspaces)
     else:
         assert learner.memory is not None
@@ -148,7 +183,9 @@ def peak(step: Step, module: nn.Module, device: str) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
-        most = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # what the allocator rounds up depends on what was there before
+        most = torch.cuda.memory_stats()[
+            "requested_bytes.all.peak"
+        ]  # what the allocator rounds up depends on what was there before
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             step()
@@ -162,7 +199,9 @@ def peak(step: Step, module: nn.Module, device: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--markdown", type=Path)

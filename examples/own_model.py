@@ -48,14 +48,21 @@ def learn(method: str, seed: int, tasks: int) -> tuple[float, float]:
     wirings = [torch.randperm(64, generator=luck) for _ in range(tasks)]
 
     torch.manual_seed(seed)  # van and the other method begin with the same weights
-    learner = OnePass(Net(), method, learning_rate=LEARNING_RATE, memory=Memory(per_task=250), seed=seed)
+    learner = OnePass(
+        Net(), method, learning_rate=LEARNING_RATE, memory=Memory(per_task=250), seed=seed
+    )
     for wiring in wirings:
-        for inputs, labels in DataLoader(TensorDataset(x[training][:, wiring], y[training]), BATCH, shuffle=True, generator=luck):
+        for inputs, labels in DataLoader(
+            TensorDataset(x[training][:, wiring], y[training]), BATCH, shuffle=True, generator=luck
+        ):
             learner.observe(inputs, labels)
         learner.end_task()  # from now on the examples kept of this task are the past that must not get worse
 
     # `predict` is not told which task an image is from.
-    accuracy = [100 * (learner.predict(x[test][:, wiring]) == y[test]).double().mean().item() for wiring in wirings]
+    accuracy = [
+        100 * (learner.predict(x[test][:, wiring]) == y[test]).double().mean().item()
+        for wiring in wirings
+    ]
     return fmean(accuracy[:-1]), accuracy[-1]
 
 
@@ -68,18 +75,29 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A network of one's own on permuted digits.")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=6)
-    parser.add_argument("--method", default="a-gem", choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"], help="what van is compared with")
+    parser.add_argument(
+        "--method",
+        default="a-gem",
+        choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"],
+        help="what van is compared with",
+    )
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
 
     found = measure(["van", given.method], given.seeds, given.tasks)
-    print(f"{given.tasks} orders of the pixels, {given.seeds} seeds, learning rate {LEARNING_RATE}: accuracy in %, mean ± standard deviation")
+    print(
+        f"{given.tasks} orders of the pixels, {given.seeds} seeds, learning rate {LEARNING_RATE}: accuracy in %, mean ± standard deviation"
+    )
     print(f"{'method':10}{'old tasks':>15}{'last task':>15}")
     for method, scores in found.items():
         old, last = zip(*scores, strict=True)
-        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}")
+        print(
+            f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}"
+        )
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
-    print(f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old tasks than van")
+    print(
+        f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old tasks than van"
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from onepass import Memory, OnePass
 
 SENSORS = 8
-APART, SPREAD = 3.0, 0.7  # of the set points from the middle, and of the readings around their set point
+APART, SPREAD = (
+    3.0,
+    0.7,
+)  # of the set points from the middle, and of the readings around their set point
 NOISE = 0.1  # of the measured yield, in standard deviations
 TEST_ROWS = 300
 LEARNING_RATE = 0.001  # of Adam, for both methods
@@ -38,11 +41,15 @@ def plant(seed: int, regimes: int, rows: int) -> list[tuple[Rows, Rows]]:
         return torch.tanh(x @ slopes / 2 + offsets) @ weights
 
     # Scaled by what the whole plant does, since nobody knows the regimes to come: targets of about unit size.
-    typical = law(set_points.repeat(100, 1) + SPREAD * torch.randn(100 * SENSORS, SENSORS, generator=luck))
+    typical = law(
+        set_points.repeat(100, 1) + SPREAD * torch.randn(100 * SENSORS, SENSORS, generator=luck)
+    )
 
     def observed(regime: int, count: int) -> Rows:
         x = set_points[regime] + SPREAD * torch.randn(count, SENSORS, generator=luck)
-        y = (law(x) - typical.mean()) / typical.std() + NOISE * torch.randn(count, 1, generator=luck)
+        y = (law(x) - typical.mean()) / typical.std() + NOISE * torch.randn(
+            count, 1, generator=luck
+        )
         return x, y
 
     return [(observed(regime, rows), observed(regime, TEST_ROWS)) for regime in range(regimes)]
@@ -56,10 +63,19 @@ def explained(predicted: Tensor, y: Tensor) -> float:
 def learn(method: str, seed: int, regimes: int, rows: int) -> tuple[float, float]:
     """R² in % on new rows of the old regimes (the mean over regimes), and of the last one, after the stream."""
     torch.manual_seed(seed)  # van and the other method begin with the same weights
-    model = nn.Sequential(nn.Linear(SENSORS, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 1))
+    model = nn.Sequential(
+        nn.Linear(SENSORS, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 1)
+    )
     adam = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     # Any function of (outputs, y) that gives one number is a loss; without classes the memory keeps a uniform sample of each regime.
-    learner = OnePass(model, method, loss=nn.functional.mse_loss, optimizer=adam, memory=Memory(per_task=250), seed=seed)
+    learner = OnePass(
+        model,
+        method,
+        loss=nn.functional.mse_loss,
+        optimizer=adam,
+        memory=Memory(per_task=250),
+        seed=seed,
+    )
     stream = plant(seed, regimes, rows)
     for (readings, yields), _ in stream:
         for x, y in zip(torch.split(readings, BATCH), torch.split(yields, BATCH), strict=True):
@@ -69,9 +85,13 @@ def learn(method: str, seed: int, regimes: int, rows: int) -> tuple[float, float
     return fmean(scores[:-1]), scores[-1]
 
 
-def measure(methods: list[str], seeds: int, regimes: int = 6, rows: int = 3000) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    methods: list[str], seeds: int, regimes: int = 6, rows: int = 3000
+) -> dict[str, list[tuple[float, float]]]:
     """(old regimes, last one) of every seed, for each method."""
-    return {method: [learn(method, seed, regimes, rows) for seed in range(seeds)] for method in methods}
+    return {
+        method: [learn(method, seed, regimes, rows) for seed in range(seeds)] for method in methods
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -79,18 +99,29 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--regimes", type=int, default=6, choices=range(2, SENSORS + 1))
     parser.add_argument("--rows", type=int, default=3000, help="of each regime")
-    parser.add_argument("--method", default="a-gem", choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"], help="what van is compared with")
+    parser.add_argument(
+        "--method",
+        default="a-gem",
+        choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"],
+        help="what van is compared with",
+    )
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
 
     found = measure(["van", given.method], given.seeds, given.regimes, given.rows)
-    print(f"{given.regimes} regimes, {given.seeds} seeds, Adam at {LEARNING_RATE}: R² in %, mean ± standard deviation")
+    print(
+        f"{given.regimes} regimes, {given.seeds} seeds, Adam at {LEARNING_RATE}: R² in %, mean ± standard deviation"
+    )
     print(f"{'method':10}{'old regimes':>15}{'last regime':>15}")
     for method, scores in found.items():
         old, last = zip(*scores, strict=True)
-        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}")
+        print(
+            f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}"
+        )
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
-    print(f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old regimes than van")
+    print(
+        f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old regimes than van"
+    )
 
 
 if __name__ == "__main__":

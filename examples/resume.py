@@ -41,7 +41,9 @@ def stream(seed: int) -> Iterator[tuple[Tensor, Tensor, int]]:
 def begin(seed: int, file: Path | None = None) -> OnePass:
     """A learner that saves itself in the file, if there is one given: it goes on from what is there, else it begins."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, CLASSES))
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, CLASSES)
+    )
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     if file is not None and file.exists():
         return OnePass.load(file, model, optimizer=adam, autosave=file)
@@ -77,10 +79,14 @@ def compare(seed: int, kills: int) -> tuple[list[int], int, bool]:
     alone = begin(seed)
     for _ in learn(alone, seed):
         pass
-    moments = sorted(random.Random(seed).sample(range(1, TASKS * BATCHES // 2), kills))  # early, so that none has finished by then
+    moments = sorted(
+        random.Random(seed).sample(range(1, TASKS * BATCHES // 2), kills)
+    )  # early, so that none has finished by then
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "learner.safetensors")
-        killed = [batch for moment in moments if (batch := learn_and_die(file, seed, moment)) is not None]
+        killed = [
+            batch for moment in moments if (batch := learn_and_die(file, seed, moment)) is not None
+        ]
         last = begin(seed, file)
         for _ in learn(last, seed):
             pass
@@ -92,7 +98,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A learner that is killed and goes on.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--learn", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # the processes that are started and killed
+    parser.add_argument(
+        "--learn", type=Path, metavar="FILE", help=argparse.SUPPRESS
+    )  # the processes that are started and killed
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
     if given.learn is not None:
@@ -101,7 +109,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     killed, steps, identical = compare(given.seed, given.kills)
     print(f"killed after batch {', '.join(map(str, killed))}; {steps} batches learnt in the end")
-    print(f"parameters compared with those of an uninterrupted run: {'bit-identical' if identical else 'DIFFERENT'}")
+    print(
+        f"parameters compared with those of an uninterrupted run: {'bit-identical' if identical else 'DIFFERENT'}"
+    )
     if not identical:
         raise SystemExit(1)
 

@@ -47,7 +47,9 @@ def stream(seed: int, examples: int) -> tuple[Concept, list[Concept]]:
         test = rows[torch.isin(rows, order[:TEST_IMAGES])]
         tests.append((x[test][:, pixels], y[test]))
         places = (concept == k).nonzero()[:, 0]
-        training = rows[torch.isin(rows, order[TEST_IMAGES:])][: len(places)]  # each image at most once in a concept
+        training = rows[torch.isin(rows, order[TEST_IMAGES:])][
+            : len(places)
+        ]  # each image at most once in a concept
         seen_x[places], seen_y[places] = x[training][:, pixels], y[training]
     return (seen_x, seen_y), tests
 
@@ -59,7 +61,15 @@ def learn(method: str, seed: int, examples: int) -> tuple[float, float]:
     model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 2))
     # What came within the last 50 batches is the present; the reference is drawn from what is older.
     memory = Memory(bytes=BUDGET, recent=50)
-    learner = OnePass(model, method, learning_rate=LEARNING_RATE, task_free=True, grow=True, memory=memory, seed=seed)
+    learner = OnePass(
+        model,
+        method,
+        learning_rate=LEARNING_RATE,
+        task_free=True,
+        grow=True,
+        memory=memory,
+        seed=seed,
+    )
     for x, y in zip(torch.split(images, BATCH), torch.split(digits, BATCH), strict=True):
         learner.observe(x, y)
     assert learner.memory is None or learner.memory.nbytes <= BUDGET
@@ -67,27 +77,47 @@ def learn(method: str, seed: int, examples: int) -> tuple[float, float]:
     return fmean(accuracy[:-1]), accuracy[-1]
 
 
-def measure(methods: list[str], seeds: int, examples: int = 600) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    methods: list[str], seeds: int, examples: int = 600
+) -> dict[str, list[tuple[float, float]]]:
     """(old concepts, last one) of every seed, for each method."""
     return {method: [learn(method, seed, examples) for seed in range(seeds)] for method in methods}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A stream without boundaries, whose classes come and go.")
+    parser = argparse.ArgumentParser(
+        description="A stream without boundaries, whose classes come and go."
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--examples", type=int, default=600, help="of each concept, at most 600: there are not many more images")
-    parser.add_argument("--method", default="a-gem", choices=["a-gem", "er", "mega-1", "mega-2"], help="what van is compared with")
+    parser.add_argument(
+        "--examples",
+        type=int,
+        default=600,
+        help="of each concept, at most 600: there are not many more images",
+    )
+    parser.add_argument(
+        "--method",
+        default="a-gem",
+        choices=["a-gem", "er", "mega-1", "mega-2"],
+        help="what van is compared with",
+    )
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
 
     found = measure(["van", given.method], given.seeds, given.examples)
-    print(f"{CONCEPTS} concepts, {given.seeds} seeds, learning rate {LEARNING_RATE}: accuracy in %, mean ± standard deviation")
+    print(
+        f"{CONCEPTS} concepts, {given.seeds} seeds, learning rate {LEARNING_RATE}: accuracy in %, mean ± standard deviation"
+    )
     print(f"{'method':10}{'old concepts':>15}{'last concept':>15}")
     for method, scores in found.items():
         old, last = zip(*scores, strict=True)
-        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}")
+        print(
+            f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}"
+        )
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
-    print(f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old concepts than van")
+    print(
+        f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old concepts than van"
+    )
 
 
 if __name__ == "__main__":

@@ -35,23 +35,31 @@ class Encoder(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocabulary, width, padding_idx=0)
         self.places = nn.Parameter(0.02 * torch.randn(WORDS, width))
-        layer = nn.TransformerEncoderLayer(width, nhead=2, dim_feedforward=64, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, nhead=2, dim_feedforward=64, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, num_layers=1, enable_nested_tensor=False)
         self.out = nn.Linear(width, TOPICS)
 
     def forward(self, words: Tensor) -> Tensor:
         empty = words == 0
-        encoded = self.encoder(self.words(words) + self.places, src_key_padding_mask=empty).masked_fill(empty[:, :, None], 0)
+        encoded = self.encoder(
+            self.words(words) + self.places, src_key_padding_mask=empty
+        ).masked_fill(empty[:, :, None], 0)
         scores: Tensor = self.out(encoded.sum(1) / (~empty).sum(1, keepdim=True))
         return scores
 
 
-def write(department: int, departments: int, count: int, everyday: Tensor, luck: torch.Generator) -> Messages:
+def write(
+    department: int, departments: int, count: int, everyday: Tensor, luck: torch.Generator
+) -> Messages:
     """Messages of a department, for which the everyday words in `everyday[topic]` belong to a topic."""
     shape = (count, WORDS - 1)
     topics = torch.randint(TOPICS, (count,), generator=luck)
     stray = torch.rand(shape, generator=luck) < OFF_TOPIC
-    topic = torch.where(stray, torch.randint(TOPICS, shape, generator=luck), topics[:, None])  # of each word
+    topic = torch.where(
+        stray, torch.randint(TOPICS, shape, generator=luck), topics[:, None]
+    )  # of each word
     choice = torch.randint(EVERYDAY // TOPICS, shape, generator=luck)
     common = 1 + departments + everyday[topic, choice]
     share = JARGON // TOPICS
@@ -82,9 +90,14 @@ def learn(method: str, seed: int, departments: int, messages: int) -> tuple[floa
     return fmean(accuracy[:-1]), accuracy[-1]
 
 
-def measure(methods: list[str], seeds: int, departments: int = 5, messages: int = 1200) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    methods: list[str], seeds: int, departments: int = 5, messages: int = 1200
+) -> dict[str, list[tuple[float, float]]]:
     """(old departments, last one) of every seed, for each method."""
-    return {method: [learn(method, seed, departments, messages) for seed in range(seeds)] for method in methods}
+    return {
+        method: [learn(method, seed, departments, messages) for seed in range(seeds)]
+        for method in methods
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,18 +105,29 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--departments", type=int, default=5)
     parser.add_argument("--messages", type=int, default=1200, help="of each department")
-    parser.add_argument("--method", default="a-gem", choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"], help="what van is compared with")
+    parser.add_argument(
+        "--method",
+        default="a-gem",
+        choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"],
+        help="what van is compared with",
+    )
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
 
     found = measure(["van", given.method], given.seeds, given.departments, given.messages)
-    print(f"{given.departments} departments, {given.seeds} seeds, Adam at {LEARNING_RATE}: accuracy in %, mean ± standard deviation")
+    print(
+        f"{given.departments} departments, {given.seeds} seeds, Adam at {LEARNING_RATE}: accuracy in %, mean ± standard deviation"
+    )
     print(f"{'method':10}{'old ones':>15}{'last one':>15}")
     for method, scores in found.items():
         old, last = zip(*scores, strict=True)
-        print(f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}")
+        print(
+            f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}"
+        )
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
-    print(f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old departments than van")
+    print(
+        f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old departments than van"
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,16 @@ from onepass.errors import is_out_of_memory
 
 MEMORY, SECONDS = 2**30, 10  # that one input may take beyond what the process has already
 WRITING = {  # what is said to an audit hook; SQLite itself says only which file it opens
-    *("open", "sqlite3.connect", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink"),
+    *(
+        "open",
+        "sqlite3.connect",
+        "os.mkdir",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.link",
+        "os.symlink",
+    ),
     *("os.truncate", "subprocess.Popen", "os.system"),
 }
 LARGE = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
@@ -65,11 +74,21 @@ def _repeat(content: bytearray, draw: random.Random) -> bytearray:
 
 def _large_number(content: bytearray, draw: random.Random) -> bytearray:
     at, size = _place(content, draw), draw.choice("IQ")
-    number = struct.pack(draw.choice("<>") + size, draw.choice(LARGE) % 2 ** (8 * struct.calcsize(size)))
+    number = struct.pack(
+        draw.choice("<>") + size, draw.choice(LARGE) % 2 ** (8 * struct.calcsize(size))
+    )
     return content[:at] + number + content[at + len(number) :]
 
 
-DAMAGES: tuple[Callable[[bytearray, random.Random], bytearray], ...] = (_flip, _truncate, _insert, _delete, _duplicate, _repeat, _large_number)
+DAMAGES: tuple[Callable[[bytearray, random.Random], bytearray], ...] = (
+    _flip,
+    _truncate,
+    _insert,
+    _delete,
+    _duplicate,
+    _repeat,
+    _large_number,
+)
 
 
 def _place(content: bytearray, draw: random.Random) -> int:
@@ -77,7 +96,14 @@ def _place(content: bytearray, draw: random.Random) -> int:
     if not content:
         content.append(0)
     near = min(len(content), 200)
-    return draw.choice((draw.randrange(len(content)), draw.randrange(len(content)), draw.randrange(near), len(content) - 1 - draw.randrange(near)))
+    return draw.choice(
+        (
+            draw.randrange(len(content)),
+            draw.randrange(len(content)),
+            draw.randrange(near),
+            len(content) - 1 - draw.randrange(near),
+        )
+    )
 
 
 class TooSlowError(BaseException):
@@ -94,7 +120,10 @@ def limited(seconds: int = SECONDS) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TooSlowError(f"more than {seconds} s")
 
-    used, limits = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), resource.getrlimit(resource.RLIMIT_CPU)
+    used, limits = (
+        sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+        resource.getrlimit(resource.RLIMIT_CPU),
+    )
     resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 2 * seconds, limits[1]))
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -177,4 +206,7 @@ class Watch:
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Everything in a folder, by size and time of change."""
-    return {str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }

@@ -22,17 +22,41 @@ def nest(times: int, kind: bytes, width: int = 10) -> bytes:
     opening, closing = {b"list": (b"](", b"e"), b"tuple": (b"(", b"t")}[kind]
     made = b"K\x01r" + struct.pack("<I", 0)
     for level in range(times):
-        made += b"0" + opening + (b"j" + struct.pack("<I", level)) * width + closing + b"r" + struct.pack("<I", level + 1)
+        made += (
+            b"0"
+            + opening
+            + (b"j" + struct.pack("<I", level)) * width
+            + closing
+            + b"r"
+            + struct.pack("<I", level + 1)
+        )
     return made
 
 
-LABELS, DATA = b"](K\x00K\x01e", array(b"K\x02M\x00\x0c\x86", b"B" + struct.pack("<I", 2 * 3072) + bytes(2 * 3072))
+LABELS, DATA = (
+    b"](K\x00K\x01e",
+    array(b"K\x02M\x00\x0c\x86", b"B" + struct.pack("<I", 2 * 3072) + bytes(2 * 3072)),
+)
 PROGRAMS: dict[str, bytes] = {
-    **{f"{kind.decode()}s of {kind.decode()}s as labels": dictionary(DATA, nest(30, kind)) for kind in (b"list", b"tuple")},
-    **{f"{kind.decode()}s of {kind.decode()}s as data": dictionary(nest(30, kind), LABELS) for kind in (b"list", b"tuple")},
-    **{f"{kind.decode()}s of {kind.decode()}s as a shape": dictionary(array(nest(30, kind)), LABELS) for kind in (b"list", b"tuple")},
     **{
-        f"{kind.decode()}s of {kind.decode()}s as bytes": dictionary(array(b"K\x01K\x01\x86", nest(30, kind)), LABELS) for kind in (b"list", b"tuple")
+        f"{kind.decode()}s of {kind.decode()}s as labels": dictionary(DATA, nest(30, kind))
+        for kind in (b"list", b"tuple")
+    },
+    **{
+        f"{kind.decode()}s of {kind.decode()}s as data": dictionary(nest(30, kind), LABELS)
+        for kind in (b"list", b"tuple")
+    },
+    **{
+        f"{kind.decode()}s of {kind.decode()}s as a shape": dictionary(
+            array(nest(30, kind)), LABELS
+        )
+        for kind in (b"list", b"tuple")
+    },
+    **{
+        f"{kind.decode()}s of {kind.decode()}s as bytes": dictionary(
+            array(b"K\x01K\x01\x86", nest(30, kind)), LABELS
+        )
+        for kind in (b"list", b"tuple")
     },
     "tuples of tuples as a key": b"\x80\x04}" + nest(40, b"tuple") + b"Ns.",
     "tuples of tuples as the keys of a dictionary": b"\x80\x02(" + nest(40, b"tuple") + b"Nd.",
@@ -53,7 +77,9 @@ PROGRAMS: dict[str, bytes] = {
     "a frame without end": b"\x80\x04\x95" + struct.pack("<Q", 2**60) + b"].",
     "a number without end": b"\x80\x02\x8b\xff\xff\xff\x7f",
     "a number of many digits": b"I" + b"9" * 100_000 + b"\n.",
-    "long numbers as labels": dictionary(DATA, b"](" + b"\x8a\xff" + b"\x7f" * 255 + b"\x8a\xff" + b"\x7f" * 255 + b"e"),
+    "long numbers as labels": dictionary(
+        DATA, b"](" + b"\x8a\xff" + b"\x7f" * 255 + b"\x8a\xff" + b"\x7f" * 255 + b"e"
+    ),
     "tuples within tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
     "lists within lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
     "marks within marks": b"\x80\x02" + b"(" * 900_000 + b".",
@@ -61,11 +87,20 @@ PROGRAMS: dict[str, bytes] = {
     "a list in itself": b"\x80\x02}(\x8c\x04data]q\x00h\x00a\x8c\x0bfine_labelsh\x00u.",
     "more operations than a file of that kind has": b"\x80\x02" + b"N0" * 2_000_000 + b"N.",
     "more numbers than a file of that kind has": b"\x80\x02(" + b"K\x01" * 2_000_000 + b"l.",
-    "an array of terabytes": dictionary(array(b"\x8a\x06\x00\x00\x00\x00\x00\x01M\x00\x0c\x86"), LABELS),
+    "an array of terabytes": dictionary(
+        array(b"\x8a\x06\x00\x00\x00\x00\x00\x01M\x00\x0c\x86"), LABELS
+    ),
     "an array of negative size": dictionary(array(b"J\xff\xff\xff\xffM\x00\x0c\x86"), LABELS),
-    "an array of many dimensions": dictionary(array(b"(" + b"\x8a\xff" + b"\x7f" * 255 + b"2" * 500 + b"t"), LABELS),
-    "an empty array of endless rows": dictionary(array(b"K\x00\x8a\xff" + b"\x7f" * 255 + b"\x86"), b"]"),
-    "text that is no latin1": dictionary(array(b"K\x01K\x01\x86", b"c_codecs\nencode\n\x8c\x03\xe2\x82\xac\x8c\x06latin1\x86R"), LABELS),
+    "an array of many dimensions": dictionary(
+        array(b"(" + b"\x8a\xff" + b"\x7f" * 255 + b"2" * 500 + b"t"), LABELS
+    ),
+    "an empty array of endless rows": dictionary(
+        array(b"K\x00\x8a\xff" + b"\x7f" * 255 + b"\x86"), b"]"
+    ),
+    "text that is no latin1": dictionary(
+        array(b"K\x01K\x01\x86", b"c_codecs\nencode\n\x8c\x03\xe2\x82\xac\x8c\x06latin1\x86R"),
+        LABELS,
+    ),
     "a name of two lines": b"\x80\x04\x8c\x03os\n\x8c\x06sys\ntm\x93.",
     "a name without end": b"c" + b"x" * 1_000_000,
     "a state for a list": b"\x80\x02]}b.",

@@ -65,14 +65,20 @@ class Rich(nn.Module):
 
 def batch(size: int = 8, seed: int = 0, classes: range = range(CLASSES)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, FEATURES, generator=generator), torch.randint(classes.start, classes.stop, (size,), generator=generator)
+    return torch.randn(size, FEATURES, generator=generator), torch.randint(
+        classes.start, classes.stop, (size,), generator=generator
+    )
 
 
-def in_a_second_task(method: str = "a-gem", module: nn.Module | None = None, adam: bool = True, **settings: Any) -> OnePass:
+def in_a_second_task(
+    method: str = "a-gem", module: nn.Module | None = None, adam: bool = True, **settings: Any
+) -> OnePass:
     """A learner with a past, in the middle of a task."""
     module = Rich() if module is None else module
     if adam:
-        settings["optimizer"] = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.01)
+        settings["optimizer"] = torch.optim.Adam(
+            [p for p in module.parameters() if p.requires_grad], lr=0.01
+        )
     else:
         settings["learning_rate"] = 0.05
     if method == "icarl":
@@ -99,23 +105,43 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
     module, optimizer = learner.module, learner.fleet.optimizer
     return copy.deepcopy(
         {
-            "values": {name: t.detach().clone() for name, t in [*module.state_dict().items(), *module.named_buffers()]},
-            "which": [(name, id(p), p.data_ptr(), p.requires_grad, p.grad is None) for name, p in module.named_parameters()],
+            "values": {
+                name: t.detach().clone()
+                for name, t in [*module.state_dict().items(), *module.named_buffers()]
+            },
+            "which": [
+                (name, id(p), p.data_ptr(), p.requires_grad, p.grad is None)
+                for name, p in module.named_parameters()
+            ],
             "layers": [str(part) for part in module.modules()],
             "modes": [part.training for part in module.modules()],
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "learner": (learner.learner.state(), learner.learner.counters()),
-            "memory": None if learner.memory is None else (learner.memory.state(), learner.memory.counters(), learner.memory.nbytes),
-            "place": (learner.steps, int(learner.fleet.step), learner.violations, learner.segment, learner.batches, learner.task),
+            "memory": None
+            if learner.memory is None
+            else (learner.memory.state(), learner.memory.counters(), learner.memory.nbytes),
+            "place": (
+                learner.steps,
+                int(learner.fleet.step),
+                learner.violations,
+                learner.segment,
+                learner.batches,
+                learner.task,
+            ),
             "kind": (learner.outputs, learner.examples, learner.fleet.slots),
-            "luck": torch.get_rng_state(),
+            "rng_state": torch.get_rng_state(),
         }
     )
 
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        here = isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+        here = (
+            isinstance(other, Tensor)
+            and one.shape == other.shape
+            and one.dtype == other.dtype
+            and one.device == other.device
+        )
         return here and (one.is_meta or torch.equal(one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)

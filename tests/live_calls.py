@@ -60,7 +60,9 @@ class Kind:
         """What a saved file cannot hold."""
         given: dict[str, Any] = {"loss": nn.functional.mse_loss} if self.own_loss else {}
         if self.optimizer is not None:
-            given["optimizer"] = self.optimizer([p for p in module.parameters() if p.requires_grad], lr=0.01)
+            given["optimizer"] = self.optimizer(
+                [p for p in module.parameters() if p.requires_grad], lr=0.01
+            )
         return given
 
     def learner(self) -> OnePass:
@@ -75,16 +77,37 @@ def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 KINDS = {
     "a-gem": Kind("a-gem", {"memory": Memory(per_task=7), "reference_batch": 5}),
-    "a-gem, heads": Kind("a-gem", {"tasks": HEADS, "memory": Memory(per_task=6, policy="ring")}, torch.optim.Adam, outputs=6),
-    "a-gem, heads that grow": Kind("a-gem", {"tasks": HEADS, "grow": True, "memory": Memory(per_task=5, examples=11)}, torch.optim.Adam, outputs=3),
-    "a-gem, task-free": Kind("a-gem", {"task_free": True, "grow": True, "memory": Memory(bytes=6000, recent=2)}, torch.optim.Adam),
-    "er, task-free regression": Kind("er", {"task_free": True, "memory": Memory(examples=9, recent=0)}, own_loss=True),
+    "a-gem, heads": Kind(
+        "a-gem",
+        {"tasks": HEADS, "memory": Memory(per_task=6, policy="ring")},
+        torch.optim.Adam,
+        outputs=6,
+    ),
+    "a-gem, heads that grow": Kind(
+        "a-gem",
+        {"tasks": HEADS, "grow": True, "memory": Memory(per_task=5, examples=11)},
+        torch.optim.Adam,
+        outputs=3,
+    ),
+    "a-gem, task-free": Kind(
+        "a-gem",
+        {"task_free": True, "grow": True, "memory": Memory(bytes=6000, recent=2)},
+        torch.optim.Adam,
+    ),
+    "er, task-free regression": Kind(
+        "er", {"task_free": True, "memory": Memory(examples=9, recent=0)}, own_loss=True
+    ),
     "er, held out": Kind("er", {"memory": Memory(per_task=6, examples=20, held_out=3)}),
-    "er, task-free, held out": Kind("er", {"task_free": True, "grow": True, "memory": Memory(examples=20, recent=2, held_out=3)}),
+    "er, task-free, held out": Kind(
+        "er", {"task_free": True, "grow": True, "memory": Memory(examples=20, recent=2, held_out=3)}
+    ),
     "gem": Kind("gem", {"grow": True, "memory": Memory(per_task=5)}),
     "s-gem": Kind("s-gem", {"memory": Memory(per_task=6, examples=13, where="cpu")}, momentum),
     "mega-1, regression": Kind("mega-1", {"memory": Memory(per_task=8)}, own_loss=True),
-    "mega-2": Kind("mega-2", {"grow": True, "memory": Memory(per_task=6, policy="class-reservoir", examples=20)}),
+    "mega-2": Kind(
+        "mega-2",
+        {"grow": True, "memory": Memory(per_task=6, policy="class-reservoir", examples=20)},
+    ),
     "ewc": Kind("ewc", {"fisher": "moving-average", "fisher_every": 3, "grow": True}, momentum),
     "mas": Kind("mas", {"tasks": HEADS}, outputs=6),
     "rwalk": Kind("rwalk", {"fisher_every": 3, "grow": True}),
@@ -98,14 +121,34 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
     """All that decides how learning goes on."""
     module, memory, optimizer = learner.module, learner.memory, learner.fleet.optimizer
     return {
-        "module": {name: t.detach().clone() for name, t in [*module.named_parameters(), *module.named_buffers()]},
+        "module": {
+            name: t.detach().clone()
+            for name, t in [*module.named_parameters(), *module.named_buffers()]
+        },
         "modes": [part.training for part in module.modules()],
         "flags": [p.requires_grad for p in module.parameters()],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
-        "learner": ({name: t.clone() for name, t in learner.learner.state().items()}, learner.learner.counters()),
-        "memory": None if memory is None else ({name: t.clone() for name, t in memory.state().items()}, memory.counters(), memory._sharing),
-        "place": (learner.steps, learner.violations, learner.segment, learner.batches, learner.task, learner.outputs, learner.examples),
-        "luck": torch.get_rng_state(),
+        "learner": (
+            {name: t.clone() for name, t in learner.learner.state().items()},
+            learner.learner.counters(),
+        ),
+        "memory": None
+        if memory is None
+        else (
+            {name: t.clone() for name, t in memory.state().items()},
+            memory.counters(),
+            memory._sharing,
+        ),
+        "place": (
+            learner.steps,
+            learner.violations,
+            learner.segment,
+            learner.batches,
+            learner.task,
+            learner.outputs,
+            learner.examples,
+        ),
+        "rng_state": torch.get_rng_state(),
     }
 
 

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from onepass import OnePassClassifier
 from onepass.learners import METHODS
 
-STREAMING = [name for name, m in METHODS.items() if not (m.joined or m.learner.own_network or m.learner.needs_own_classes)]
+STREAMING = [
+    name
+    for name, m in METHODS.items()
+    if not (m.joined or m.learner.own_network or m.learner.needs_own_classes)
+]
 
 
 def blobs(classes: int = 4, rows: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +36,12 @@ class Odd(nn.Module):
 
     def __init__(self, features: int = 5, classes: int = 2) -> None:
         super().__init__()
-        self.body, self.norm, self.drop, self.head = nn.Linear(features, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, classes)
+        self.body, self.norm, self.drop, self.head = (
+            nn.Linear(features, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.3),
+            nn.Linear(16, classes),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.drop(torch.relu(self.norm(self.body(x)))))

@@ -69,12 +69,16 @@ ADAM, MOMENTUM = OPTIMIZERS["Adam"], OPTIMIZERS["momentum"]
 CASES: dict[str, Case] = {
     "a-gem": Case(),
     "a-gem, tasks": Case(tasks=TASKS),
-    "a-gem, ring": Case(settings={"memory": Memory(per_task=7, policy="ring", examples=15)}, tasks=TASKS),
+    "a-gem, ring": Case(
+        settings={"memory": Memory(per_task=7, policy="ring", examples=15)}, tasks=TASKS
+    ),
     "a-gem, task-free": Case(settings={"task_free": True, "memory": Memory(examples=9, recent=1)}),
     "a-gem, own loss": Case(data=values, loss=square, optimizer=ADAM),
     "er, Adam": Case("er", optimizer=ADAM),
     "er, grown, Adam": Case("er", {"grow": True}, partial(net, 2), appearing, ADAM),
-    "er, task-free, bytes": Case("er", {"task_free": True, "memory": Memory(bytes=4000, recent=1, policy="reservoir")}),
+    "er, task-free, bytes": Case(
+        "er", {"task_free": True, "memory": Memory(bytes=4000, recent=1, policy="reservoir")}
+    ),
     "ewc": Case("ewc", tasks=TASKS),
     "ewc, online, Adam": Case("ewc", {"fisher": "moving-average"}, optimizer=ADAM),
     "pi, momentum": Case("pi", optimizer=MOMENTUM),
@@ -105,7 +109,9 @@ def content_of(name: str, stop: int) -> bytes:
 
 def taken_apart(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     (length,) = struct.unpack("<Q", content[:8])
-    about: dict[str, Any] = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["onepass"])
+    about: dict[str, Any] = json.loads(
+        json.loads(content[8 : 8 + length])["__metadata__"]["onepass"]
+    )
     del about["checksum"], about["tensors"]
     return about, safetensors.torch.load(content)
 
@@ -133,16 +139,62 @@ def at(about: Any, place: tuple[Any, ...]) -> Any:
 
 def places(about: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a header."""
-    items: Any = about.items() if isinstance(about, dict) else enumerate(about) if isinstance(about, list) else ()
+    items: Any = (
+        about.items()
+        if isinstance(about, dict)
+        else enumerate(about)
+        if isinstance(about, list)
+        else ()
+    )
     for key, value in items:
         yield (*here, key)
         yield from places(value, (*here, key))
 
 
 ODD: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 10**6, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**300),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        255,
+        10**6,
+        2**31 - 1,
+        2**31,
+        2**53,
+        2**62,
+        2**63 - 1,
+        2**63,
+        2**64,
+        -(2**63),
+        10**30,
+        10**300,
+    ),
     *(0.0, -0.5, 0.5, 1.5, 1e-300, 1e38, 1e308, -1e308),
-    *("", "x", "0", "-1", "a\nb", "\ud800", "__class__", "save", "float64", "int8", "complex64", "disk", "cpu", "module", "ring", "reservoir", "er"),
+    *(
+        "",
+        "x",
+        "0",
+        "-1",
+        "a\nb",
+        "\ud800",
+        "__class__",
+        "save",
+        "float64",
+        "int8",
+        "complex64",
+        "disk",
+        "cpu",
+        "module",
+        "ring",
+        "reservoir",
+        "er",
+    ),
     *("icarl", "van", "Adam", "victim/file", "../victim", "/proc/self/mem", "x" * 100_000),
     *(
         [],
@@ -197,9 +249,15 @@ def alter_header(about: dict[str, Any], chance: Random) -> None:
         case 7:  # what would be written, reserved or called
             settings = about["settings"]
             for wish in chance.sample(WISHES, 2):
-                if isinstance(settings, dict) and isinstance(settings.get("own"), dict) and isinstance(settings.get("memory"), dict):
+                if (
+                    isinstance(settings, dict)
+                    and isinstance(settings.get("own"), dict)
+                    and isinstance(settings.get("memory"), dict)
+                ):
                     inside = chance.choice([settings, settings["own"], settings["memory"], about])
-                    (settings["memory"] if "where" in wish or "bytes" in wish else inside).update(wish)
+                    (settings["memory"] if "where" in wish or "bytes" in wish else inside).update(
+                        wish
+                    )
         case 0 | 1:
             holder[key] = copy.deepcopy(chance.choice(ODD))
         case 2:
@@ -224,7 +282,17 @@ def alter_header(about: dict[str, Any], chance: Random) -> None:
                 holder[key] = chance.choice(["victim/file", "disk", 10**12])
 
 
-KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+KINDS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def alter_tensors(tensors: dict[str, Tensor], chance: Random) -> None:
@@ -241,24 +309,45 @@ def alter_tensors(tensors: dict[str, Tensor], chance: Random) -> None:
             tensors[name] = torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(3)
         case 3:
             tensors[name] = chance.choice(
-                [tensor.reshape(-1), tensor[None], tensor.T if tensor.dim() == 2 else tensor[..., None], tensor[:0] if tensor.dim() else tensor]
+                [
+                    tensor.reshape(-1),
+                    tensor[None],
+                    tensor.T if tensor.dim() == 2 else tensor[..., None],
+                    tensor[:0] if tensor.dim() else tensor,
+                ]
             )
         case 4:
             del tensors[name]
         case 5:
-            tensors[chance.choice([f"{part}.x", f"{part}.7.step", f"{name}.x", "x", "optimizer.0.x", f"{part}.", "memory.examples.input 001"])] = (
-                tensor.clone()
-            )
+            tensors[
+                chance.choice(
+                    [
+                        f"{part}.x",
+                        f"{part}.7.step",
+                        f"{name}.x",
+                        "x",
+                        "optimizer.0.x",
+                        f"{part}.",
+                        "memory.examples.input 001",
+                    ]
+                )
+            ] = tensor.clone()
         case 6:
             other = chance.choice(sorted(tensors))
             tensors[name] = tensors[other].clone()
         case _:
-            odd = [0, 1, -1, 2, 100, 2**31] if not tensor.is_floating_point() else [0, -1, 1e30, float("nan"), float("inf")]
+            odd = (
+                [0, 1, -1, 2, 100, 2**31]
+                if not tensor.is_floating_point()
+                else [0, -1, 1e30, float("nan"), float("inf")]
+            )
             flat = tensor.clone().reshape(-1)
             if flat.dtype == torch.int64:
                 odd += [2**62, -(2**62)]
             if flat.numel() and flat.dtype not in (torch.bool, torch.uint8):
-                flat[chance.randrange(flat.numel()) if chance.random() < 0.7 else slice(None)] = chance.choice(odd)
+                flat[chance.randrange(flat.numel()) if chance.random() < 0.7 else slice(None)] = (
+                    chance.choice(odd)
+                )
             tensors[name] = flat.view(tensor.shape)
 
 
@@ -268,10 +357,22 @@ def alter_container(content: bytes, chance: Random) -> bytes:
     text, rest = content[8 : 8 + length], content[8 + length :]
     match chance.randrange(8):
         case 0:
-            return struct.pack("<Q", chance.choice([0, 1, length - 1, length + 1, 2**31, 2**62, 2**63, 2**64 - 1, len(content)])) + content[8:]
+            return (
+                struct.pack(
+                    "<Q",
+                    chance.choice(
+                        [0, 1, length - 1, length + 1, 2**31, 2**62, 2**63, 2**64 - 1, len(content)]
+                    ),
+                )
+                + content[8:]
+            )
         case 1:
             key = chance.choice(["__metadata__", "module.0.weight", "x"])
-            text = b'{"%s":%s,' % (key.encode(), chance.choice([b"{}", b"null", b"7", b'{"onepass":"{}"}'])) + text.lstrip()[1:]
+            text = (
+                b'{"%s":%s,'
+                % (key.encode(), chance.choice([b"{}", b"null", b"7", b'{"onepass":"{}"}']))
+                + text.lstrip()[1:]
+            )
         case 2:
             text = chance.choice(
                 [
@@ -289,9 +390,33 @@ def alter_container(content: bytes, chance: Random) -> bytes:
             name = chance.choice(sorted(set(entry) - {"__metadata__"}))
             entry[name] = entry[name] | chance.choice(
                 [
-                    {"shape": chance.choice([[0, 2**62, 2**62], [2**62], [-1], [2**63], [], [0], "x", None, [1] * 5000, [1.5], [True]])},
-                    {"data_offsets": chance.choice([[0, 4], [0, 2**62], [4, 0], [0, len(rest)], [-1, 3], [0], "x", None])},
-                    {"dtype": chance.choice(["F64", "BOOL", "I8", "x", "F8_E4M3", "C64", None, 7, "F4"])},
+                    {
+                        "shape": chance.choice(
+                            [
+                                [0, 2**62, 2**62],
+                                [2**62],
+                                [-1],
+                                [2**63],
+                                [],
+                                [0],
+                                "x",
+                                None,
+                                [1] * 5000,
+                                [1.5],
+                                [True],
+                            ]
+                        )
+                    },
+                    {
+                        "data_offsets": chance.choice(
+                            [[0, 4], [0, 2**62], [4, 0], [0, len(rest)], [-1, 3], [0], "x", None]
+                        )
+                    },
+                    {
+                        "dtype": chance.choice(
+                            ["F64", "BOOL", "I8", "x", "F8_E4M3", "C64", None, 7, "F4"]
+                        )
+                    },
                 ]
             )
             text = json.dumps(entry).encode()
@@ -300,14 +425,30 @@ def alter_container(content: bytes, chance: Random) -> bytes:
         case 5:
             entry = json.loads(text)
             entry["__metadata__"] = chance.choice(
-                [None, [], 7, {}, {"onepass": 7}, {"onepass": "7"}, {"onepass": "{" * 9000}, {"x": "y"}, entry["__metadata__"] | {"x": "y"}]
+                [
+                    None,
+                    [],
+                    7,
+                    {},
+                    {"onepass": 7},
+                    {"onepass": "7"},
+                    {"onepass": "{" * 9000},
+                    {"x": "y"},
+                    entry["__metadata__"] | {"x": "y"},
+                ]
             )
             text = json.dumps(entry).encode()
         case 6:
             entry = json.loads(text)
             inner = entry["__metadata__"]["onepass"]
             entry["__metadata__"]["onepass"] = chance.choice(
-                [inner[:-1] + ',"format":1}', '{"format":1,' + inner[1:], inner.replace(":", ": "), inner.replace("1", "NaN", 1), " " + inner]
+                [
+                    inner[:-1] + ',"format":1}',
+                    '{"format":1,' + inner[1:],
+                    inner.replace(":", ": "),
+                    inner.replace("1", "NaN", 1),
+                    " " + inner,
+                ]
             )
             text = json.dumps(entry).encode()
         case 7:
@@ -343,13 +484,19 @@ def attack(number: int) -> tuple[str, bytes]:
 def shape_of(module: nn.Module, optimizer: Any) -> tuple[Any, ...]:
     """All that a load may not touch if it is refused."""
     values = {
-        name: (tensor.detach().clone(), tensor.requires_grad, id(tensor)) for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        name: (tensor.detach().clone(), tensor.requires_grad, id(tensor))
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     modes = [(part.training, getattr(part, "out_features", None)) for part in module.modules()]
     return (
         values,
         modes,
-        None if optimizer is None else (repr(optimizer.state_dict()), [[id(p) for p in g["params"]] for g in optimizer.param_groups]),
+        None
+        if optimizer is None
+        else (
+            repr(optimizer.state_dict()),
+            [[id(p) for p in g["params"]] for g in optimizer.param_groups],
+        ),
     )
 
 
@@ -357,12 +504,17 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return (
         one[1:] == other[1:]
         and one[0].keys() == other[0].keys()
-        and all(torch.equal(a, other[0][name][0]) and rest == list(other[0][name][1:]) for name, (a, *rest) in one[0].items())
+        and all(
+            torch.equal(a, other[0][name][0]) and rest == list(other[0][name][1:])
+            for name, (a, *rest) in one[0].items()
+        )
     )
 
 
 def listing(folder: Path) -> set[tuple[str, int]]:
-    return {(str(path), path.stat().st_size if path.is_file() else -1) for path in folder.rglob("*")}
+    return {
+        (str(path), path.stat().st_size if path.is_file() else -1) for path in folder.rglob("*")
+    }
 
 
 written: list[str] = []  # what was opened for writing or made while it is watched
@@ -372,9 +524,23 @@ watching = False
 def notice(event: str, given: tuple[Any, ...]) -> None:
     if not watching:
         return
-    if event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+    if (
+        event == "open"
+        and isinstance(given[2], int)
+        and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    ):
         written.append(f"open {given[0]}")
-    elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "subprocess.Popen", "os.system"):
+    elif event in (
+        "os.mkdir",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "subprocess.Popen",
+        "os.system",
+    ):
         written.append(f"{event} {given[0]}")
 
 
@@ -409,7 +575,11 @@ def outcome(name: str, content: bytes, folder: Path) -> str:
         with watched():
             learner = OnePass.load(path, module, **given)
     except BaseException as reason:
-        problem = "refused" if one_sentence(reason) else f"TRACEBACK load {type(reason).__name__} {str(reason)[:150]!r}"
+        problem = (
+            "refused"
+            if one_sentence(reason)
+            else f"TRACEBACK load {type(reason).__name__} {str(reason)[:150]!r}"
+        )
         if not same(state, shape_of(module, given.get("optimizer"))):
             problem = f"HARMED ({problem})"
     if written or listing(folder) != before:
@@ -420,23 +590,32 @@ def outcome(name: str, content: bytes, folder: Path) -> str:
     try:
         with watched():
             named = learner.task if learner._tasks else None
-            learner.observe(*case.data(learner.segment if learner.segment < 3 else 0, 7), **({} if named is None else {"task": named}))
+            learner.observe(
+                *case.data(learner.segment if learner.segment < 3 else 0, 7),
+                **({} if named is None else {"task": named}),
+            )
             where = "predict"
-            learner.predict(case.data(0, 8)[0]) if learner.method != "icarl" else learner.scores(case.data(0, 8)[0])
+            learner.predict(case.data(0, 8)[0]) if learner.method != "icarl" else learner.scores(
+                case.data(0, 8)[0]
+            )
             learner.report()
         where = "save"
         learner.save(folder / "in" / "again")
         (folder / "in" / "again").unlink()
     except BaseException as reason:
         problem = (
-            f"refuses batches: {str(reason)[:200]}" if one_sentence(reason) else f"TRACEBACK {where} {type(reason).__name__} {str(reason)[:150]!r}"
+            f"refuses batches: {str(reason)[:200]}"
+            if one_sentence(reason)
+            else f"TRACEBACK {where} {type(reason).__name__} {str(reason)[:150]!r}"
         )
     if written or listing(folder) != before:
         return f"WROTE {written} {listing(folder) ^ before}"
     return problem or "goes on"
 
 
-def main(folder: Path, first: int, last: int, make: Callable[[int], tuple[str, bytes]] = attack) -> None:
+def main(
+    folder: Path, first: int, last: int, make: Callable[[int], tuple[str, bytes]] = attack
+) -> None:
     torch.set_num_threads(1)
     (folder / "in").mkdir(parents=True, exist_ok=True)
     (folder / "cwd").mkdir(exist_ok=True)
@@ -455,7 +634,11 @@ def main(folder: Path, first: int, last: int, make: Callable[[int], tuple[str, b
         signal.alarm(SECONDS)
         found = outcome(name, content, folder)
         signal.alarm(0)
-        print(f"[{name}]", found.encode("ascii", "backslashreplace").decode().replace("\n", " / "), flush=True)
+        print(
+            f"[{name}]",
+            found.encode("ascii", "backslashreplace").decode().replace("\n", " / "),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

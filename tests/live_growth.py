@@ -12,7 +12,9 @@ from onepass import Memory, OnePass
 from toys import FEATURES
 
 GROWING = [name for name, learner in SUPPORTED.items() if not learner.needs_own_classes]
-SETTINGS: dict[str, dict[str, Any]] = {name: {} for name in GROWING} | {"ewc, online": {"fisher": "moving-average", "fisher_every": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {name: {} for name in GROWING} | {
+    "ewc, online": {"fisher": "moving-average", "fisher_every": 2}
+}
 
 
 def net(outputs: int = 2) -> Own:

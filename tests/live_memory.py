@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from onepass import Memory
-from onepass.engine.bound import Bound
+from onepass.engine.batch import Batch
+from onepass.engine.module_fleet import ModuleFleet
+from onepass.engine.slots import Slots
 from onepass.live.memory import INDEX, SHIFT, LiveMemory, Policy
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
 
 CLASSES = 5
-EACH = INDEX + 8 + 3 * 2 + 8  # bytes of an example: x, a further input, and the label, beside the index
+EACH = (
+    INDEX + 8 + 3 * 2 + 8
+)  # bytes of an example: x, a further input, and the label, beside the index
 POLICIES: list[tuple[Policy, bool]] = [
     ("class-balanced", False),
     ("class-reservoir", False),
@@ -28,11 +30,15 @@ POLICIES: list[tuple[Policy, bool]] = [
     ("class-balanced", True),
     ("reservoir", True),
 ]
-every_policy = pytest.mark.parametrize(("policy", "task_free"), POLICIES, ids=lambda value: {True: "task-free", False: "tasks"}.get(value, value))
+every_policy = pytest.mark.parametrize(
+    ("policy", "task_free"),
+    POLICIES,
+    ids=lambda value: {True: "task-free", False: "tasks"}.get(value, value),
+)
 
 
 def memory_of(plan: Memory, policy: Policy, task_free: bool = False, seed: int = 0) -> LiveMemory:
-    fleet = Bound(nn.Linear(1, CLASSES), Slots((tuple(range(CLASSES)),)), 0.1, seed=seed)
+    fleet = ModuleFleet(nn.Linear(1, CLASSES), Slots((tuple(range(CLASSES)),)), 0.1, seed=seed)
     return LiveMemory(fleet, plan, policy, task_free, lambda: range(CLASSES))
 
 
@@ -49,7 +55,11 @@ class Offered:
         first = len(self.labels)
         numbers = torch.arange(first, first + len(labels))
         further = (numbers[:, None] * torch.tensor([1, 2, 3])).to(torch.int16)
-        batch = Batch(numbers.double()[None, :, None], torch.tensor(labels)[None], extra={"input 1": further[None]})
+        batch = Batch(
+            numbers.double()[None, :, None],
+            torch.tensor(labels)[None],
+            extra={"input 1": further[None]},
+        )
         memory.prepare(batch)
         memory.observe(batch)
         return list(labels)
@@ -71,14 +81,20 @@ def numbers_in(memory: LiveMemory) -> list[int]:
 def check(memory: LiveMemory, offered: Offered) -> None:
     """Everything that must hold at any time."""
     rows = range(memory.size)
-    assert sorted(itertools.chain.from_iterable(memory._members.values())) == list(rows), "every row is in one group"
+    assert sorted(itertools.chain.from_iterable(memory._members.values())) == list(rows), (
+        "every row is in one group"
+    )
     for group, members in memory._members.items():
         assert all(memory._group[row] == group for row in members)
         assert len(members) <= memory._seen[group]
     assert len(memory._group) == len(memory._arrived) == memory.size
     position = {row: place for row, place in enumerate(memory._position) if place >= 0}
     assert {row: place for place, row in enumerate(memory._visible)} == position
-    hidden = {one % 2**SHIFT for one in memory._coming} - position.keys() if memory.task_free else set(memory._fresh)
+    hidden = (
+        {one % 2**SHIFT for one in memory._coming} - position.keys()
+        if memory.task_free
+        else set(memory._fresh)
+    )
     assert hidden.isdisjoint(position)
     assert hidden | position.keys() == set(rows)
     assert sum(memory.counts().values()) == memory.size
@@ -98,7 +114,9 @@ def check(memory: LiveMemory, offered: Offered) -> None:
 
 def some_labels(random: Random, most: int = 12) -> list[int]:
     """Classes of which some are rare."""
-    return [min(int(random.expovariate(1.0)), CLASSES - 1) for _ in range(random.randrange(1, most))]
+    return [
+        min(int(random.expovariate(1.0)), CLASSES - 1) for _ in range(random.randrange(1, most))
+    ]
 
 
 def something(memory: LiveMemory, offered: Offered, random: Random) -> Batch | None:

@@ -15,12 +15,28 @@ from onepass import Memory, OnePass
 from onepass.learners import METHODS
 from toys import FEATURES
 
-SUPPORTED = {name: found.learner for name, found in METHODS.items() if not (found.joined or found.learner.own_network)}
+SUPPORTED = {
+    name: found.learner
+    for name, found in METHODS.items()
+    if not (found.joined or found.learner.own_network)
+}
 TASKS = [[0, 1], [2, 3], [4, 5]]
 SMALL = Memory(per_task=7)
 
 # What happens: (task, batch), or the end of a task.
-EVENTS: list[tuple[int, int] | str] = [(0, 0), (0, 1), (0, 2), "end", (1, 0), (1, 1), (1, 2), "end", (2, 0), (2, 1), (2, 2)]
+EVENTS: list[tuple[int, int] | str] = [
+    (0, 0),
+    (0, 1),
+    (0, 2),
+    "end",
+    (1, 0),
+    (1, 1),
+    (1, 2),
+    "end",
+    (2, 0),
+    (2, 1),
+    (2, 2),
+]
 MIDDLE, BETWEEN = 6, 4
 
 Data = Callable[[int, int], tuple[Any, Tensor]]
@@ -71,8 +87,17 @@ class Case:
     def start(self) -> OnePass:
         torch.manual_seed(1)
         module = self.build()
-        own = {"strength": 0.5, "reference_batch": 4, "exemplars": 12, "fisher_every": 2, "margin": 0.1}
-        known = {*SUPPORTED[self.method].hyperparameters, *SUPPORTED[self.method].options.__dataclass_fields__}
+        own = {
+            "strength": 0.5,
+            "reference_batch": 4,
+            "exemplars": 12,
+            "fisher_every": 2,
+            "margin": 0.1,
+        }
+        known = {
+            *SUPPORTED[self.method].hyperparameters,
+            *SUPPORTED[self.method].options.__dataclass_fields__,
+        }
         rate = {"learning_rate": 0.2} if self.optimizer is None else {}
         chosen = (
             {"memory": None if self.method == "icarl" else SMALL, "seed": 3, "tasks": self.tasks}
@@ -83,7 +108,9 @@ class Case:
 
     def given(self, module: nn.Module) -> dict[str, Any]:
         """What a file cannot hold."""
-        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer(module.parameters())}
+        optimizer = (
+            {} if self.optimizer is None else {"optimizer": self.optimizer(module.parameters())}
+        )
         return optimizer if self.loss is None else optimizer | {"loss": self.loss}
 
     def load(self, path: Path) -> OnePass:
@@ -101,7 +128,13 @@ class Case:
             if not isinstance(event, str):
                 losses.append(learner.observe(*self.data(*event)))
             elif not learner.task_free:
-                learner.end_task(again=[self.data(*before) for before in EVENTS[place - 3 : place] if not isinstance(before, str)])
+                learner.end_task(
+                    again=[
+                        self.data(*before)
+                        for before in EVENTS[place - 3 : place]
+                        if not isinstance(before, str)
+                    ]
+                )
         return losses
 
     def answers(self, learner: OnePass) -> Tensor:
@@ -109,7 +142,9 @@ class Case:
         return torch.cat([learner.scores(self.data(task, 9)[0]) for task in (0, 1)]).nan_to_num()
 
 
-def torch_optimizer(kind: type[optim.Optimizer], **settings: Any) -> Callable[[Any], optim.Optimizer]:
+def torch_optimizer(
+    kind: type[optim.Optimizer], **settings: Any
+) -> Callable[[Any], optim.Optimizer]:
     return partial(kind, **settings)
 
 

@@ -15,25 +15,43 @@ from onepass.models.resnet import ResNet
 from toys import FEATURES, Asking, Normed, Tied, small_net
 
 CLASSES = 4
-LIVE = [name for name, found in METHODS.items() if not found.joined and not found.learner.own_network]
+LIVE = [
+    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
+]
 Pair = tuple[Any, Tensor]
 
 
-def stream(batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def stream(
+    batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(size, FEATURES, generator=generator), torch.randint(classes.start, classes.stop, (size,), generator=generator))
+        (
+            torch.randn(size, FEATURES, generator=generator),
+            torch.randint(classes.start, classes.stop, (size,), generator=generator),
+        )
         for _ in range(batches)
     ]
 
 
-def plainly(module: nn.Module, optimizer: torch.optim.Optimizer, data: Sequence[Pair], loss: Callable[..., Tensor] = cross_entropy) -> list[float]:
+def plainly(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[Pair],
+    loss: Callable[..., Tensor] = cross_entropy,
+) -> list[float]:
     """The loop that everybody writes; the losses before the steps."""
     losses = []
     for x, y in data:
         module.train()
         optimizer.zero_grad()
-        outputs = module(**x) if isinstance(x, dict) else module(*x) if isinstance(x, tuple) else module(x)
+        outputs = (
+            module(**x)
+            if isinstance(x, dict)
+            else module(*x)
+            if isinstance(x, tuple)
+            else module(x)
+        )
         value = loss(outputs, y)
         value.backward()
         optimizer.step()
@@ -49,7 +67,9 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 def alike(one: nn.Module, other: nn.Module) -> bool:
     """Equal up to rounding: on some CPUs the last bits of a product depend on where its factors lie in memory."""
     a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6) for name in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6) for name in a
+    )
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -62,7 +82,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 5, 2, batch_first=True, bidirectional=True), nn.Linear(10, CLASSES)
+        self.lstm, self.head = (
+            nn.LSTM(3, 5, 2, batch_first=True, bidirectional=True),
+            nn.Linear(10, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.lstm(x.unflatten(1, (2, 3)))[0][:, -1])
@@ -73,7 +96,11 @@ class Attending(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True)
-        self.lift, self.encoder, self.head = nn.Linear(1, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(4, CLASSES)
+        self.lift, self.encoder, self.head = (
+            nn.Linear(1, 4),
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.Linear(4, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.encoder(self.lift(x[:, :, None])).mean(1))
@@ -95,7 +122,11 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.passes = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES), 0
+        self.one, self.two, self.passes = (
+            nn.Linear(FEATURES, CLASSES),
+            nn.Linear(FEATURES, CLASSES),
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
@@ -132,7 +163,10 @@ class Saving(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh()), nn.Linear(5, CLASSES)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh()),
+            nn.Linear(5, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
@@ -140,22 +174,36 @@ class Saving(nn.Module):
 
 
 def normed_weights() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Tanh(), nn.Linear(5, CLASSES))
+    return nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 5)),
+        nn.Tanh(),
+        nn.Linear(5, CLASSES),
+    )
 
 
 def spectral() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Tanh(), nn.Linear(5, CLASSES))
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, 5)),
+        nn.Tanh(),
+        nn.Linear(5, CLASSES),
+    )
 
 
 def partly_frozen() -> nn.Module:
-    module = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    module = nn.Sequential(
+        nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, CLASSES)
+    )
     module[2].requires_grad_(False)
     return module
 
 
 def pure() -> nn.Module:
     return nn.Sequential(
-        nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 3, 3, padding=1), nn.LeakyReLU(), nn.Flatten(), nn.Linear(3 * FEATURES, CLASSES)
+        nn.Unflatten(1, (1, FEATURES)),
+        nn.Conv1d(1, 3, 3, padding=1),
+        nn.LeakyReLU(),
+        nn.Flatten(),
+        nn.Linear(3 * FEATURES, CLASSES),
     )
 
 

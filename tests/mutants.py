@@ -39,7 +39,9 @@ class Mutant:
     def source(self) -> str:
         content = (PACKAGE / self.file).read_text(encoding="utf-8")
         if content.count(self.old) != 1:
-            raise ValueError(f"{self.name}: its place occurs {content.count(self.old)} times in {self.file}")
+            raise ValueError(
+                f"{self.name}: its place occurs {content.count(self.old)} times in {self.file}"
+            )
         return content.replace(self.old, self.new)
 
 
@@ -51,18 +53,38 @@ MUTANTS = [
     *of(
         "learners/agem.py",
         "tests/learners/test_agem.py",
-        ("projects where there is no conflict", "violated = (product < 0)", "violated = (product > 0)"),
+        (
+            "projects where there is no conflict",
+            "violated = (product < 0)",
+            "violated = (product > 0)",
+        ),
         ("adds the projection", "reference, value=-1, out=out)", "reference, value=1, out=out)"),
-        ("forgets to divide", "torch.where(violated, product / square, 0)", "torch.where(violated, product, 0)"),
-        ("decides parameter by parameter", "product = dot(g, reference)", "product = g * reference"),
+        (
+            "forgets to divide",
+            "torch.where(violated, product / square, 0)",
+            "torch.where(violated, product, 0)",
+        ),
+        (
+            "decides parameter by parameter",
+            "product = dot(g, reference)",
+            "product = g * reference",
+        ),
         ("divides by nothing", "(product < 0) & (square > TINY)", "(product < 0)"),
-        ("counts steps that were not taken", "(violated & self.fleet.active)[:, 0]", "violated[:, 0]"),
+        (
+            "counts steps that were not taken",
+            "(violated & self.fleet.active)[:, 0]",
+            "violated[:, 0]",
+        ),
         ("projects against the sum of both", "project(g, g_ref, out=g)", "project(g, g + g_ref)"),
     ),
     *of(
         "learners/base.py",
         "tests/learners/test_agem.py tests/learners/test_er.py",
-        ("reference always moves batch-norm", "self.fleet.grad(reference, update_buffers=self.moves)", "self.fleet.grad(reference)"),
+        (
+            "reference always moves batch-norm",
+            "self.fleet.grad(reference, update_buffers=self.moves)",
+            "self.fleet.grad(reference)",
+        ),
         ("never ends a task in the memory", "        self.episodic.end_task()\n", "        pass\n"),
     ),
     *of(
@@ -73,9 +95,21 @@ MUTANTS = [
             "        if self.include_current:\n            return self",
             "        if not self.include_current:\n            return self",
         ),
-        ("biased reservoir", "(uniform_at(self._luck, number) * (order + 1)).long()", "(uniform_at(self._luck, number) * order).long()"),
-        ("gives the memory of another task", "for earlier in range(task))", "for earlier in range(task and task - 1))"),
-        ("draws with replacement", "        if self.with_replacement:\n", "        if not self.with_replacement:\n"),
+        (
+            "biased reservoir",
+            "(uniform_at(self._random, number) * (order + 1)).long()",
+            "(uniform_at(self._random, number) * order).long()",
+        ),
+        (
+            "gives the memory of another task",
+            "for earlier in range(task))",
+            "for earlier in range(task and task - 1))",
+        ),
+        (
+            "draws with replacement",
+            "        if self.with_replacement:\n",
+            "        if not self.with_replacement:\n",
+        ),
     ),
     *of(
         "streams/slots.py",
@@ -89,7 +123,11 @@ MUTANTS = [
     *of(
         "streams/batch.py",
         "tests/learners/test_er.py",
-        ("a row that sits out learns from the memory", "*(range(width, width + second) if first else ())", "*range(width, width + second)"),
+        (
+            "a row that sits out learns from the memory",
+            "*(range(width, width + second) if first else ())",
+            "*range(width, width + second)",
+        ),
         ("padding among the examples", "tuple(sizes), {name", "None, {name"),
     ),
     *of(
@@ -100,19 +138,39 @@ MUTANTS = [
         ("only the first task's constraint", "for k in past]", "for k in past[:1]]"),
         ("solves where nothing is violated", "((along < 0) & (squares", "((along > 0) & (squares"),
         ("waits until all are violated", "(squares > TINY)).any(1)", "(squares > TINY)).all(1)"),
-        ("multipliers in wrong units", "(nonnegative(matrix, target) + least) * length / scale", "nonnegative(matrix, target) + least"),
+        (
+            "multipliers in wrong units",
+            "(nonnegative(matrix, target) + least) * length / scale",
+            "nonnegative(matrix, target) + least",
+        ),
         ("margin in wrong units", "least = margin * scale / length", "least = margin + 0 * scale"),
         ("ridge not under the root", "np.diag(np.sqrt(ridge) / scale)", "np.diag(ridge / scale)"),
         ("margin ignored", "(nonnegative(matrix, target) + least)", "nonnegative(matrix, target)"),
-        ("counts constraints, not steps", "self.violations += violated\n        for", "self.violations += (along < 0).sum(1)\n        for"),
-        ("stores before it looks, and looks at it", "past = range(self.episodic.task)", "past = range(self.episodic.task + 1)"),
+        (
+            "counts constraints, not steps",
+            "self.violations += violated\n        for",
+            "self.violations += (along < 0).sum(1)\n        for",
+        ),
+        (
+            "stores before it looks, and looks at it",
+            "past = range(self.episodic.task)",
+            "past = range(self.episodic.task + 1)",
+        ),
     ),
     *of(
         "learners/sgem.py",
         "tests/learners/test_sgem.py",
-        ("always the first task", "(luck * self.episodic.task)", "(luck * 1)"),
-        ("one task for a whole task", "(self.episodic.task << 32) + self.number", "self.episodic.task << 32"),
-        ("counts steps that were not taken", "(violated & self.fleet.active)[:, 0]", "violated[:, 0]"),
+        ("always the first task", "(uniform * self.episodic.task)", "(uniform * 1)"),
+        (
+            "one task for a whole task",
+            "(self.episodic.task << 32) + self.number",
+            "self.episodic.task << 32",
+        ),
+        (
+            "counts steps that were not taken",
+            "(violated & self.fleet.active)[:, 0]",
+            "violated[:, 0]",
+        ),
     ),
     *of(
         "learners/er.py",
@@ -123,9 +181,21 @@ MUTANTS = [
     *of(
         "learners/mega1.py",
         "tests/learners/test_mega.py",
-        ("looks at the wrong loss", "learning = loss > sensitivity", "learning = loss_ref > sensitivity"),
-        ("weighs the wrong way round", "loss_ref / torch.where(learning, loss, 1)", "loss / loss_ref"),
-        ("stands still when the task is learnt", "torch.where(learning, loss, 1), 1) * g_ref", "torch.where(learning, loss, 1), 0) * g_ref"),
+        (
+            "looks at the wrong loss",
+            "learning = loss > sensitivity",
+            "learning = loss_ref > sensitivity",
+        ),
+        (
+            "weighs the wrong way round",
+            "loss_ref / torch.where(learning, loss, 1)",
+            "loss / loss_ref",
+        ),
+        (
+            "stands still when the task is learnt",
+            "torch.where(learning, loss, 1), 1) * g_ref",
+            "torch.where(learning, loss, 1), 0) * g_ref",
+        ),
     ),
     *of(
         "learners/mega2.py",
@@ -133,15 +203,31 @@ MUTANTS = [
         ("sign of the cosine", "loss + loss_ref * cosine", "loss - loss_ref * cosine"),
         ("turns too far", ".clamp(0, math.pi / 2)", ".clamp(0, math.pi)"),
         ("loses the length", "length * turned", "turned"),
-        ("swaps the losses", "rotate(g, loss, g_ref, loss_ref)\n", "rotate(g, loss_ref, g_ref, loss)\n"),
+        (
+            "swaps the losses",
+            "rotate(g, loss, g_ref, loss_ref)\n",
+            "rotate(g, loss_ref, g_ref, loss)\n",
+        ),
     ),
     *of(
         "learners/anchored.py",
         "tests/learners/test_ewc.py tests/learners/test_pi.py tests/learners/test_anchored.py",
         ("a factor of one half", "torch.mul(2 * self.strength,", "torch.mul(self.strength,"),
-        ("pushes away", "torch.sub(self.fleet.theta, self.anchor, out=self._away)", "torch.sub(self.anchor, self.fleet.theta, out=self._away)"),
-        ("anchor stays at the start", "        self.anchor.copy_(self.fleet.theta)\n        self.anchored = True", "        self.anchored = True"),
-        ("scales over all runs", "importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)", "importance.amin(), importance.amax()"),
+        (
+            "pushes away",
+            "torch.sub(self.fleet.theta, self.anchor, out=self._away)",
+            "torch.sub(self.anchor, self.fleet.theta, out=self._away)",
+        ),
+        (
+            "anchor stays at the start",
+            "        self.anchor.copy_(self.fleet.theta)\n        self.anchored = True",
+            "        self.anchored = True",
+        ),
+        (
+            "scales over all runs",
+            "importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)",
+            "importance.amin(), importance.amax()",
+        ),
         ("counts padding", "int(b < n) for n in batch.lengths()", "1 for n in batch.lengths()"),
     ),
     *of(
@@ -150,16 +236,28 @@ MUTANTS = [
         ("weights of old and new swapped", "NEW = 0.9", "NEW = 0.1"),
         ("no square", "self.squares.addcmul_(g, g)", "self.squares.add_(g)"),
         ("never emptied", "        self.squares.masked_fill_(rows, 0)\n", ""),
-        ("no importance after a short task", "        if self.flush:\n", "        if not self.flush:\n"),
+        (
+            "no importance after a short task",
+            "        if self.flush:\n",
+            "        if not self.flush:\n",
+        ),
     ),
     *of(
         "learners/ewc.py",
         "tests/learners/test_ewc.py tests/learners/test_anchored.py",
         ("keeps only the last task", "self.total = before + fisher", "self.total = fisher"),
         ("squares of batch means", "for one in singly(batch):", "for one in (batch,):"),
-        ("importances in training mode", "self._number), training=False)", "self._number), training=True)"),
+        (
+            "importances in training mode",
+            "self._number), training=False)",
+            "self._number), training=True)",
+        ),
         ("wrong labels", "if not self.from_model:", "if self.from_model:"),
-        ("anchors weighted the wrong way round", "towards, before / self.total)", "towards, 1 - before / self.total)"),
+        (
+            "anchors weighted the wrong way round",
+            "towards, before / self.total)",
+            "towards, 1 - before / self.total)",
+        ),
         (
             "Fisher of the regularised gradient",
             "            self.watch(self._g)\n",
@@ -175,8 +273,16 @@ MUTANTS = [
             "        self._g = self.pulled(self._g)\n        return self._g",
         ),
         ("sign of the path", "delta, value=-1)", "delta, value=1)"),
-        ("negative importances", "(moved.square() + self.damping)).relu()", "(moved.square() + self.damping))"),
-        ("keeps only the last task", "self.importance += (self.path", "self.importance = (self.path"),
+        (
+            "negative importances",
+            "(moved.square() + self.damping)).relu()",
+            "(moved.square() + self.damping))",
+        ),
+        (
+            "keeps only the last task",
+            "self.importance += (self.path",
+            "self.importance = (self.path",
+        ),
         ("path goes on over tasks", "        self.path.zero_()\n", ""),
         ("distance not squared", "moved.square() + self.damping", "moved.abs() + self.damping"),
     ),
@@ -198,10 +304,18 @@ MUTANTS = [
             "        return self.pulled(self._g)",
             "        self._g = self.pulled(self._g)\n        return self._g",
         ),
-        ("half the distance, the wrong way round", "1.0 if options.whole_distance else 0.5", "0.5 if options.whole_distance else 1.0"),
+        (
+            "half the distance, the wrong way round",
+            "1.0 if options.whole_distance else 0.5",
+            "0.5 if options.whole_distance else 1.0",
+        ),
         ("distance without the geometry", "self.half * self.fisher * (", "self.half * ("),
         ("first task's score is halved", "if not self.anchored:", "if False:"),
-        ("no score", "scaled(self.fisher, gaps) + scaled(self.score, gaps)", "scaled(self.fisher, gaps)"),
+        (
+            "no score",
+            "scaled(self.fisher, gaps) + scaled(self.score, gaps)",
+            "scaled(self.fisher, gaps)",
+        ),
         ("path goes on", "        self.path.masked_fill_(rows, 0)\n", ""),
         ("scores always grow", "mul_(1.5 if self.growing_scores else 0.5)", "mul_(1.5)"),
     ),
@@ -215,7 +329,11 @@ MUTANTS = [
     *of(
         "learners/prognn.py",
         "tests/learners/test_prognn.py",
-        ("the newest column answers for all", "network.shown = batch.task", "network.shown = self.grown - 1"),
+        (
+            "the newest column answers for all",
+            "network.shown = batch.task",
+            "network.shown = self.grown - 1",
+        ),
         ("no new column", "self._grow(task + 1)", "self._grow(1)"),
     ),
     *of(
@@ -223,13 +341,37 @@ MUTANTS = [
         "tests/learners/test_icarl.py tests/learners/test_herding.py",
         ("herding forgets what it chose", "(features + total[:, None]) / k", "features"),
         ("the wrong exemplars are dropped", "self.x[:, :, :places]", "self.x[:, :, -places:]"),
-        ("budget for each task", "self.budget // (len(self._slots) + len(classes))", "self.budget // len(classes)"),
+        (
+            "budget for each task",
+            "self.budget // (len(self._slots) + len(classes))",
+            "self.budget // len(classes)",
+        ),
         ("the network teaches itself", "theta=self.teacher", "theta=self.fleet.theta"),
-        ("distils over all slots", "(self._new + self._strength * self._old)", "(1 + 0 * self._strength)"),
-        ("features not normalised", "normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)", "features"),
-        ("teacher never learns", "        self.teacher = self.fleet.theta.clone()\n        self._teacher_buffers", "        self._teacher_buffers"),
-        ("labels instead of the teacher", "torch.where(self._old > 0, taught, wanted)", "wanted + 0 * taught"),
-        ("outputs instead of features", "self.fleet.forward(batch).features", "self.fleet.forward(batch).logits"),
+        (
+            "distils over all slots",
+            "(self._new + self._strength * self._old)",
+            "(1 + 0 * self._strength)",
+        ),
+        (
+            "features not normalised",
+            "normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)",
+            "features",
+        ),
+        (
+            "teacher never learns",
+            "        self.teacher = self.fleet.theta.clone()\n        self._teacher_buffers",
+            "        self._teacher_buffers",
+        ),
+        (
+            "labels instead of the teacher",
+            "torch.where(self._old > 0, taught, wanted)",
+            "wanted + 0 * taught",
+        ),
+        (
+            "outputs instead of features",
+            "self.fleet.forward(batch).features",
+            "self.fleet.forward(batch).logits",
+        ),
     ),
 ]
 
@@ -242,10 +384,27 @@ def killed(mutant: Mutant) -> bool:
         (source / "onepass" / mutant.file).write_text(mutant.source(), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
         for tests in (mutant.tests, REST):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-            made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-m",
+                "not long",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                *tests,
+            ]
+            made = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True
+            )
             if made.returncode not in (0, 1):  # it must fail a test, not just break
-                raise RuntimeError(f"{mutant.name}: the tests did not run\n{made.stdout[-2000:]}{made.stderr[-2000:]}")
+                raise RuntimeError(
+                    f"{mutant.name}: the tests did not run\n{made.stdout[-2000:]}{made.stderr[-2000:]}"
+                )
             if made.returncode == 1:
                 return True
     return False

@@ -9,17 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Build, Fleet
+from onepass.engine.slots import Slots
 from onepass.learners.base import Learner
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 from toys import batch_of, small_net
 
 
-def task_batch(task: int = 0, seed: int = 0, size: int = 7, runs: int = 3, sizes: tuple[int, ...] | None = None, double: bool = False) -> Batch:
+def task_batch(
+    task: int = 0,
+    seed: int = 0,
+    size: int = 7,
+    runs: int = 3,
+    sizes: tuple[int, ...] | None = None,
+    double: bool = False,
+) -> Batch:
     """Examples with the two slots of one task."""
     batch = batch_of(runs, size, 1000 * task + seed)
-    return Batch(batch.x.double() if double else batch.x, batch.slots % 2 + 2 * task, sizes, task=task)
+    return Batch(
+        batch.x.double() if double else batch.x, batch.slots % 2 + 2 * task, sizes, task=task
+    )
 
 
 def task(number: int, steps: int, **more: object) -> list[Batch]:
@@ -33,7 +43,11 @@ def uneven(number: int = 0) -> list[Batch]:
 
 def examples_of(batches: Sequence[Batch], run: int) -> list[tuple[Tensor, int]]:
     """What one run sees, one by one."""
-    return [(batch.x[run, b], int(batch.slots[run, b])) for batch in batches for b in range(batch.lengths()[run])]
+    return [
+        (batch.x[run, b], int(batch.slots[run, b]))
+        for batch in batches
+        for b in range(batch.lengths()[run])
+    ]
 
 
 def learn(learner: Learner, number: int, batches: Iterable[Batch]) -> None:
@@ -53,7 +67,13 @@ def module_of(fleet: Fleet, run: int) -> nn.Module:
 
 def slope(module: nn.Module, value: Tensor) -> Tensor:
     """Derivative of a value by all parameters, `[P]`."""
-    gradients = torch.autograd.grad(value, list(module.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        value,
+        list(module.parameters()),
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return torch.cat([g.reshape(-1) for g in gradients])
 
 
@@ -74,7 +94,12 @@ class Plain:
     def loss_and_gradient(self, batch: Batch) -> tuple[float, Tensor]:
         vector_to_parameters(self.theta.clone(), self.module.parameters())
         logits, slots = self.module(batch.x[0]), batch.slots[0]
-        own = torch.stack([row[s // 2 * 2 : s // 2 * 2 + 2] for row, s in zip(logits, slots.tolist(), strict=True)])
+        own = torch.stack(
+            [
+                row[s // 2 * 2 : s // 2 * 2 + 2]
+                for row, s in zip(logits, slots.tolist(), strict=True)
+            ]
+        )
         loss = nn.functional.cross_entropy(own, slots % 2)
         return loss.item(), slope(self.module, loss)
 
@@ -85,6 +110,6 @@ def double_net() -> nn.Module:
 
 def lone(build: Build = double_net, rate: float = 0.125) -> Fleet:
     """A fleet of one run in float64."""
-    fleet = Fleet(build, [10], Slots.separate(4, 2), [rate])
+    fleet = Fleet(build, [10], Slots(separate_heads(4, 2)), [rate])
     assert torch.equal(fleet.theta[0], parameters_to_vector(module_of(fleet, 0).parameters()))
     return fleet

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.learners import Method
 from onepass.learners.van import Van
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot
 from onepass.streams import STREAMS
 from onepass.streams.base import Stream
-from onepass.streams.batch import Batch
 
 SETUP = Setup(hidden=(12, 12), memory_per_task=8, batch_size=2, tf32=False)
 RESIDUAL = Setup(network="resnet18-reduced", memory_per_task=6, batch_size=5, tf32=False)
@@ -21,17 +21,24 @@ STREAM = {"icarl": "split-digits"}  # which needs classes of its own
 
 
 def runs(method: Method, seeds: int = 3) -> list[Run]:
-    return [Run(seed, dict.fromkeys(method.hyperparameters, 0.5) | {"learning_rate": 0.1}) for seed in range(seeds)]
+    return [
+        Run(seed, dict.fromkeys(method.hyperparameters, 0.5) | {"learning_rate": 0.1})
+        for seed in range(seeds)
+    ]
 
 
 def digits(name: str, examples: int = 200) -> Stream:
-    return STREAMS[name].make(STREAMS[name].options(train_examples=examples, test_examples=60), None)
+    return STREAMS[name].make(
+        STREAMS[name].options(train_examples=examples, test_examples=60), None
+    )
 
 
 def same(one: list[Record], other: list[Record], tolerance: float = 0.0) -> None:
     for a, b in zip(one, other, strict=True):
         for name in ("accuracy", "initial", "curve"):
-            assert torch.allclose(*(torch.as_tensor(getattr(r, name)) for r in (a, b)), atol=tolerance, equal_nan=True)
+            assert torch.allclose(
+                *(torch.as_tensor(getattr(r, name)) for r in (a, b)), atol=tolerance, equal_nan=True
+            )
         assert a.violations == b.violations
 
 
@@ -61,7 +68,11 @@ def same_bits(one: Ends, other: Ends) -> None:
     assert len(one.kept) == len(other.kept) > 0  # one, of a method of which all runs diverge
     for mine, theirs in zip(map(_kept, one.kept), map(_kept, other.kept), strict=True):
         assert mine.keys() == theirs.keys()
-        different = [name for name, tensor in mine.items() if not torch.equal(tensor.nan_to_num(7), theirs[name].nan_to_num(7))]
+        different = [
+            name
+            for name, tensor in mine.items()
+            if not torch.equal(tensor.nan_to_num(7), theirs[name].nan_to_num(7))
+        ]
         assert not different
 
 

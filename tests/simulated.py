@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from onepass.engine.branches import Branches
-from onepass.engine.replays import Replays
+from onepass.engine.cuda_streams import ParallelStreams
+from onepass.engine.step_graphs import StepGraphs
 
 
 class Event:
@@ -34,12 +34,14 @@ class Stream:
         self.after |= event.after
 
 
-class Recording(Branches):
+class Recording(ParallelStreams):
     """Does the operations, to know their results, and records them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.doing = graph, (lambda: None, (), {})
-        super().__init__(cast(Any, [Stream() for _ in range(16)]), room=graph.luck.choice([0, 1 << 30]))
+        super().__init__(
+            cast(Any, [Stream() for _ in range(16)]), room=graph.generator.choice([0, 1 << 30])
+        )
 
     def current(self) -> Any:
         return Stream()
@@ -47,7 +49,9 @@ class Recording(Branches):
     def event(self) -> Any:
         return Event()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.doing = (func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -63,16 +67,18 @@ class Recording(Branches):
 class Graph:
     """Recorded operations. Each replay chooses another order."""
 
-    def __init__(self, luck: Random) -> None:
+    def __init__(self, generator: Random) -> None:
         self.operations: list[tuple[Any, Any, Any, Any, frozenset[int]]] = []
-        self.luck = luck
+        self.generator = generator
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._made: set[int] = set()
 
     def remember(self, values: Sequence[Any]) -> None:
         """What was there before the recording, to be put back after it: capturing does nothing."""
         for _, _, _, result, _ in self.operations[-1:]:
-            self._made |= {t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)}
+            self._made |= {
+                t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)
+            }
         for value in values:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
@@ -92,7 +98,7 @@ class Graph:
             for earlier in self.operations[number][4]:
                 followers.setdefault(earlier, []).append(number)
         while ready:
-            number = ready.pop(self.luck.randrange(len(ready)))
+            number = ready.pop(self.generator.randrange(len(ready)))
             func, args, kwargs, result, _ = self.operations[number]
             fresh = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(fresh), strict=True):
@@ -106,15 +112,15 @@ class Graph:
         assert len(done) == len(self.operations)
 
 
-class Simulated(Replays):
-    """Replays on a CPU."""
+class Simulated(StepGraphs):
+    """StepGraphs on a CPU."""
 
     device = "cpu"
-    luck = Random(0)
+    generator = Random(0)
     replayed = 0
 
     def _record(self, work: Sequence[Callable[[], None]]) -> Graph:
-        graph = Graph(self.luck)
+        graph = Graph(self.generator)
         with Recording(graph) as branches:
             for step in work:
                 step()

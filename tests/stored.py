@@ -51,7 +51,9 @@ def journal_back_to(state: bytes) -> bytes:
     size, nonce = 4096, 7
     pages = [state[start : start + size] for start in range(0, len(state), size)]
     header = [len(pages), nonce, len(pages), 512, size]
-    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(512, b"\0")
+    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(
+        512, b"\0"
+    )
     for number, page in enumerate(pages, start=1):
         checksum = nonce + sum(page[place] for place in range(size - 200, 0, -200))
         content += number.to_bytes(4, "big") + page + checksum.to_bytes(4, "big")

@@ -18,7 +18,13 @@ KEEPS = r"a-gem keeps (-?\d+\.\d) points more of the old \w+ than van\n$"
 
 def printed(name: str, folder: Path, *options: str) -> str:
     """What an example prints, started as its reader would start it, but from another folder."""
-    done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py"), *options], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -29,7 +35,13 @@ def measure_of(name: str) -> Measure:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"own_model", "regression", "resume", "task_free", "text"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "own_model",
+        "regression",
+        "resume",
+        "task_free",
+        "text",
+    }
 
 
 @pytest.mark.parametrize(
@@ -41,9 +53,15 @@ def test_every_example_is_tested() -> None:
         ("task_free", ["--examples", "300"]),
     ],
 )
-def test_an_example_prints_a_table_in_which_a_gem_keeps_more(name: str, options: list[str], tmp_path: Path) -> None:
+def test_an_example_prints_a_table_in_which_a_gem_keeps_more(
+    name: str, options: list[str], tmp_path: Path
+) -> None:
     output = printed(name, tmp_path, "--seeds", "1", *options)
-    rows = dict(re.findall(r"^(van|a-gem) +(-?\d+\.\d) ± +0\.0 +-?\d+\.\d ± +0\.0$", output, flags=re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^(van|a-gem) +(-?\d+\.\d) ± +0\.0 +-?\d+\.\d ± +0\.0$", output, flags=re.MULTILINE
+        )
+    )
     found = re.search(KEEPS, output)
     assert found is not None
     assert float(found[1]) == pytest.approx(float(rows["a-gem"]) - float(rows["van"]), abs=0.11)
@@ -59,27 +77,40 @@ def test_an_example_prints_a_table_in_which_a_gem_keeps_more(name: str, options:
         ("task_free", ["er", "mega-1", "mega-2"], {"examples": 50}),
     ],
 )
-def test_an_example_runs_with_every_method_it_offers(name: str, methods: list[str], size: dict[str, int]) -> None:
+def test_an_example_runs_with_every_method_it_offers(
+    name: str, methods: list[str], size: dict[str, int]
+) -> None:
     found = measure_of(name)(methods, 1, **size)
     assert all(isfinite(score) for scores in found.values() for pair in scores for score in pair)
 
 
 def test_an_example_gives_the_same_numbers_every_time() -> None:
     measure = measure_of("text")
-    assert measure(["van", "a-gem"], 1, departments=2, messages=200) == measure(["van", "a-gem"], 1, departments=2, messages=200)
+    assert measure(["van", "a-gem"], 1, departments=2, messages=200) == measure(
+        ["van", "a-gem"], 1, departments=2, messages=200
+    )
 
 
-def test_a_learner_that_is_killed_ends_with_the_parameters_of_one_that_is_not(tmp_path: Path) -> None:
+def test_a_learner_that_is_killed_ends_with_the_parameters_of_one_that_is_not(
+    tmp_path: Path,
+) -> None:
     output = printed("resume", tmp_path, "--kills", "1")
-    assert re.search(r"^killed after batch \d+; 240 batches learnt in the end$", output, flags=re.MULTILINE)
+    assert re.search(
+        r"^killed after batch \d+; 240 batches learnt in the end$", output, flags=re.MULTILINE
+    )
     assert output.endswith("bit-identical\n")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["own_model", "text", "regression", "task_free"])
-def test_a_gem_keeps_at_least_eight_points_more_of_the_old_tasks_and_learns_the_last_one(name: str) -> None:
+def test_a_gem_keeps_at_least_eight_points_more_of_the_old_tasks_and_learns_the_last_one(
+    name: str,
+) -> None:
     found = measure_of(name)(["van", "a-gem"], 5)
-    old, last = ({method: fmean(score[part] for score in scores) for method, scores in found.items()} for part in (0, 1))
+    old, last = (
+        {method: fmean(score[part] for score in scores) for method, scores in found.items()}
+        for part in (0, 1)
+    )
     assert old["a-gem"] >= old["van"] + 8
     assert last["a-gem"] >= 80
     assert last["a-gem"] >= last["van"] - 3

@@ -44,22 +44,32 @@ def test_a_new_file_obeys_the_umask(umask: int, tmp_path: Path) -> None:
     assert (mode(tmp_path / "new"), mode(tmp_path / "new.json")) == (0o666 & ~umask, 0o666 & ~umask)
 
 
-def test_a_private_file_is_private_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_file_is_private_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, seen = tmp_path / "saved", []
     path.touch(0o600)
     flush = os.fsync
-    monkeypatch.setattr(files.os, "fsync", lambda handle: (seen.append(stat.S_IMODE(os.fstat(handle).st_mode)), flush(handle)))
+    monkeypatch.setattr(
+        files.os,
+        "fsync",
+        lambda handle: (seen.append(stat.S_IMODE(os.fstat(handle).st_mode)), flush(handle)),
+    )
     files.write(path, b"secret")
     assert seen[0] == 0o600
 
 
-def test_the_group_gains_nothing_where_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_gains_nothing_where_it_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "saved"
     path.touch()
     path.chmod(0o664)
     real = path.stat()
     other = os.stat_result((*real[:5], real.st_gid + 1, *real[6:10]))
-    monkeypatch.setattr(files.os, "fchown", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no")))
+    monkeypatch.setattr(
+        files.os, "fchown", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no"))
+    )
     handle = os.open(path, os.O_RDWR)
     files._hand_on(other, handle)
     os.close(handle)
@@ -79,7 +89,9 @@ def kill_while_writing(path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode == -9
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_write_to_the_same_file(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next_write_to_the_same_file(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "saved"
     files.write(path, b"old")
     for _ in range(2):
@@ -103,7 +115,15 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_with_other_names_are_never_taken_for_leftovers(tmp_path: Path) -> None:
-    mine = [tmp_path / name for name in (".partial-x", ".onepass-partial-notes", f".onepass-partial-{'0' * 16}", "saved")]
+    mine = [
+        tmp_path / name
+        for name in (
+            ".partial-x",
+            ".onepass-partial-notes",
+            f".onepass-partial-{'0' * 16}",
+            "saved",
+        )
+    ]
     for path in mine:
         path.write_bytes(b"mine")
         files.remove_if_abandoned(path)
@@ -114,7 +134,9 @@ def test_files_with_other_names_are_never_taken_for_leftovers(tmp_path: Path) ->
     assert link.is_symlink()
 
 
-def test_where_files_cannot_be_locked_they_are_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_files_cannot_be_locked_they_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

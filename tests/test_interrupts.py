@@ -30,7 +30,9 @@ class Started:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background of a shell do not hear Ctrl-C
+                preexec_fn=lambda: signal.signal(
+                    signal.SIGINT, signal.SIG_DFL
+                ),  # tests in the background of a shell do not hear Ctrl-C
             )
         self.pid = self._process.pid
 
@@ -93,28 +95,57 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGINT), pytest.param(2, signal.SIGINT, marks=pytest.mark.long), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("workers", "kind"),
+    [
+        (1, signal.SIGINT),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.long),
+        (2, signal.SIGTERM),
+    ],
+)
 def test_after_an_interrupt_everything_finished_is_kept_and_nothing_else(
     workers: int, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path
 ) -> None:
     out, table = tmp_path / "out", tmp_path / "tables" / "table.json"
-    command = start(*LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table))
+    command = start(
+        *LONG.split(), "--workers", str(workers), "--out", str(out), "--json", str(table)
+    )
     command.wait_until(lambda: ": finished" in command.printed)
     assert command.end(kind) == (130 if kind == signal.SIGINT else 143)
-    finished = {line.removesuffix(": finished") for line in command.printed.splitlines() if line.endswith(": finished")}
+    finished = {
+        line.removesuffix(": finished")
+        for line in command.printed.splitlines()
+        if line.endswith(": finished")
+    }
     assert 1 <= len(finished) <= workers
-    assert re.fullmatch(rf"interrupted; [3-8] units are kept in {out}: the same command goes on", command.printed.splitlines()[-1])
+    assert re.fullmatch(
+        rf"interrupted; [3-8] units are kept in {out}: the same command goes on",
+        command.printed.splitlines()[-1],
+    )
     assert "Traceback" not in command.printed
-    assert {path.name for path in out.iterdir()} <= {"study.sqlite", "lock", "arrays", "checkpoints"}
+    assert {path.name for path in out.iterdir()} <= {
+        "study.sqlite",
+        "lock",
+        "arrays",
+        "checkpoints",
+    }
     with Store.read(out) as store:
-        assert {entry.unit.method for name, entry in store.contents.entries.items() if name in store.contents.records} >= finished
+        assert {
+            entry.unit.method
+            for name, entry in store.contents.entries.items()
+            if name in store.contents.records
+        } >= finished
     assert not table.parent.exists()
     command.wait_until(lambda: not command.processes())
 
 
-def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start(start: Callable[..., Started]) -> None:
+def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start(
+    start: Callable[..., Started],
+) -> None:
     command = start(*LONG.split(), "--workers", "2")
-    command.wait_until(lambda: len(command.processes()) == 5)  # itself, two workers, and Python's fork server and tracker of shared resources
+    command.wait_until(
+        lambda: len(command.processes()) == 5
+    )  # itself, two workers, and Python's fork server and tracker of shared resources
     helpers = {*command.processes()} - {command.pid}
     for helper in helpers:
         os.kill(helper, signal.SIGINT)
@@ -126,8 +157,21 @@ def test_workers_leave_an_interrupt_to_the_driving_process_even_while_they_start
 
 
 @pytest.mark.parametrize("wait", [0.5, pytest.param(2.0, marks=pytest.mark.long)])
-def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(wait: float, start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start("run", "quickstart", "--methods", "ewc", "--set", "batch_size=1", "--workers", "2", "--out", str(tmp_path / "out"))
+def test_an_interrupt_in_the_first_seconds_does_not_wait_for_a_fleet(
+    wait: float, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    command = start(
+        "run",
+        "quickstart",
+        "--methods",
+        "ewc",
+        "--set",
+        "batch_size=1",
+        "--workers",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    )
     command.wait_until(lambda: (tmp_path / "out" / "study.sqlite").exists())
     time.sleep(wait)
     began = time.monotonic()
@@ -144,13 +188,31 @@ def test_no_process_of_a_study_listens_to_a_network(start: Callable[..., Started
         with suppress(OSError):  # closed in the meantime
             sockets.add(os.readlink(path))
     assert any(name.startswith("socket:") for name in sockets), "Python's own, which are files"
-    rows = [row.split() for kind in ("tcp", "tcp6", "udp", "udp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    rows = [
+        row.split()
+        for kind in ("tcp", "tcp6", "udp", "udp6")
+        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
     assert not sockets & {f"socket:[{row[9]}]" for row in rows}
 
 
-def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start("bench", "--device", "cpu", "--methods", "van", "--rounds", "1000", "--json", str(tmp_path / "table.json"))
-    command.wait_until(lambda: len(command.processes()) > 3)  # itself, Python's fork server and tracker of shared resources, and more
+def test_a_measurement_that_is_interrupted_leaves_no_process_behind(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    command = start(
+        "bench",
+        "--device",
+        "cpu",
+        "--methods",
+        "van",
+        "--rounds",
+        "1000",
+        "--json",
+        str(tmp_path / "table.json"),
+    )
+    command.wait_until(
+        lambda: len(command.processes()) > 3
+    )  # itself, Python's fork server and tracker of shared resources, and more
     time.sleep(1)
     assert command.end() == 130
     assert command.printed == "interrupted; nothing is kept\n"
@@ -161,18 +223,35 @@ def test_a_measurement_that_is_interrupted_leaves_no_process_behind(start: Calla
 BENCH = """
 import sys
 from onepass import stopping
-from onepass.report import timing
+from onepass.bench import processes
 from onepass.__main__ import main
 
 if sys.argv.pop(1) == "being stopped":  # a signal takes a moment to arrive
-    stopping.is_stopped = timing.is_stopped = lambda pid: False
+    stopping.is_stopped = processes.is_stopped = lambda pid: False
 main()
 """
 
 
-@pytest.mark.parametrize(("starting", "how"), [(True, "stopped"), (False, "stopped"), (False, "being stopped")])
-def test_stopped_processes_do_not_hold_up_or_outlive_a_measurement_that_is_interrupted(starting: bool, how: str, tmp_path: Path) -> None:
-    command = Started(tmp_path, "-c", BENCH, how, "bench", "--device", "cpu", "--methods", "van", "--rounds", "1000", program=sys.executable)
+@pytest.mark.parametrize(
+    ("starting", "how"), [(True, "stopped"), (False, "stopped"), (False, "being stopped")]
+)
+def test_stopped_processes_do_not_hold_up_or_outlive_a_measurement_that_is_interrupted(
+    starting: bool, how: str, tmp_path: Path
+) -> None:
+    command = Started(
+        tmp_path,
+        "-c",
+        BENCH,
+        how,
+        "bench",
+        "--device",
+        "cpu",
+        "--methods",
+        "van",
+        "--rounds",
+        "1000",
+        program=sys.executable,
+    )
     try:
         cores = default_workers("cpu")
         everybody = 5 if cores == 1 else cores + 6
@@ -209,7 +288,9 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(("kind", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupt_is_not_lost_where_python_ignores_errors(kind: str, code: int) -> None:
-    told = subprocess.run([sys.executable, "-c", IGNORED, kind], capture_output=True, text=True, timeout=20)
+    told = subprocess.run(
+        [sys.executable, "-c", IGNORED, kind], capture_output=True, text=True, timeout=20
+    )
     assert (told.returncode, told.stderr) == (code, "")
 
 
@@ -233,10 +314,16 @@ main()
 """
 
 
-@pytest.mark.parametrize(("kind", "code", "printed"), [("SIGINT", 130, "end\n"), ("SIGTERM", -signal.SIGTERM, "")])
+@pytest.mark.parametrize(
+    ("kind", "code", "printed"), [("SIGINT", 130, "end\n"), ("SIGTERM", -signal.SIGTERM, "")]
+)
 @pytest.mark.parametrize("how", ["raised", "said"])
-def test_an_interrupt_while_python_ends_shows_no_traceback(how: str, kind: str, code: int, printed: str) -> None:
-    told = subprocess.run([sys.executable, "-c", AT_THE_END, kind, how], capture_output=True, text=True, timeout=60)
+def test_an_interrupt_while_python_ends_shows_no_traceback(
+    how: str, kind: str, code: int, printed: str
+) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, kind, how], capture_output=True, text=True, timeout=60
+    )
     assert (told.returncode, told.stdout, told.stderr) == (code, printed, "")
 
 
@@ -259,7 +346,9 @@ main()
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupt_that_comes_while_a_future_is_locked_ends_the_command(workers: int) -> None:
-    told = subprocess.run([sys.executable, "-c", BETWEEN, str(workers)], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", BETWEEN, str(workers)], capture_output=True, text=True, timeout=60
+    )
     assert told.returncode == 130
     assert told.stderr.endswith("interrupted; without --out nothing is kept\n")
 
@@ -267,15 +356,24 @@ def test_an_interrupt_that_comes_while_a_future_is_locked_ends_the_command(worke
 def stop_helpers(command: Started, which: str) -> list[int]:
     """Stop (as SIGSTOP does) the worker processes of a command, or all of Python's helpers with them."""
     command.wait_until(lambda: len(command.processes()) == 5)
-    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in command.processes()}
-    chosen = [pid for pid, parent in parents.items() if pid != command.pid and (which == "all" or parent != command.pid)]
+    parents = {
+        pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in command.processes()
+    }
+    chosen = [
+        pid
+        for pid, parent in parents.items()
+        if pid != command.pid and (which == "all" or parent != command.pid)
+    ]
     for pid in chosen:
         os.kill(pid, signal.SIGSTOP)
     return chosen
 
 
 @pytest.mark.parametrize(("which", "kind"), [("workers", signal.SIGINT), ("all", signal.SIGTERM)])
-def test_stopped_processes_do_not_hold_up_an_interrupt(which: str, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path) -> None:
+def test_stopped_processes_do_not_hold_up_an_interrupt(
+    which: str, kind: signal.Signals, start: Callable[..., Started], tmp_path: Path
+) -> None:
     command = start(*LONG.split(), "--workers", "2", "--out", str(tmp_path / "out"))
     stopped = stop_helpers(command, which)
     assert len(stopped) == (2 if which == "workers" else 4)
@@ -304,7 +402,9 @@ if __name__ == "__main__":
 
 
 def test_processes_end_with_the_fork_server_that_started_them() -> None:
-    told = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60
+    )
     pid, code = told.stdout.split()
     assert code == "255", "what Python says when it cannot know"
     deadline = time.monotonic() + 10
@@ -325,9 +425,28 @@ main()
 """
 
 
-@pytest.mark.parametrize(("how", "said"), [("stopped", "stopped worker processes"), ("frozen", "worker processes that have computed nothing")])
-def test_the_fleet_of_a_process_that_does_not_go_on_is_given_to_another_one(how: str, said: str, tmp_path: Path) -> None:
-    command = Started(tmp_path, "-c", WATCHED, how, *LONG.split(), "--workers", "2", "--out", str(tmp_path / "out"), program=sys.executable)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stopped", "stopped worker processes"),
+        ("frozen", "worker processes that have computed nothing"),
+    ],
+)
+def test_the_fleet_of_a_process_that_does_not_go_on_is_given_to_another_one(
+    how: str, said: str, tmp_path: Path
+) -> None:
+    command = Started(
+        tmp_path,
+        "-c",
+        WATCHED,
+        how,
+        *LONG.split(),
+        "--workers",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+        program=sys.executable,
+    )
     try:
         stopped = stop_helpers(command, "workers")
         command.wait_until(lambda: said in command.printed)
@@ -380,14 +499,21 @@ def hanging(where: str, grace: float, folder: Path) -> Started:
     return Started(folder, "-c", HANGING, where, str(grace), program=sys.executable)
 
 
-@pytest.mark.parametrize(("where", "second", "code"), [("step", signal.SIGINT, 130), ("main thread", signal.SIGTERM, 143)])
-def test_a_second_interrupt_ends_the_command_whatever_hangs(where: str, second: signal.Signals, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "second", "code"),
+    [("step", signal.SIGINT, 130), ("main thread", signal.SIGTERM, 143)],
+)
+def test_a_second_interrupt_ends_the_command_whatever_hangs(
+    where: str, second: signal.Signals, code: int, tmp_path: Path
+) -> None:
     command = hanging(where, 3600, tmp_path)
     try:
         command.wait_until(lambda: "hanging" in command.printed)
         os.kill(command.pid, signal.SIGINT)
         if where == "step":
-            command.wait_until(lambda: "a second interrupt ends the command at once" in command.printed)
+            command.wait_until(
+                lambda: "a second interrupt ends the command at once" in command.printed
+            )
         time.sleep(0.5)
         began = time.monotonic()
         assert command.end(second) == code
@@ -396,7 +522,9 @@ def test_a_second_interrupt_ends_the_command_whatever_hangs(where: str, second: 
         command.clean_up()
 
 
-def test_an_interrupt_while_a_fleet_is_begun_does_not_wait_for_a_step_that_hangs(tmp_path: Path) -> None:
+def test_an_interrupt_while_a_fleet_is_begun_does_not_wait_for_a_step_that_hangs(
+    tmp_path: Path,
+) -> None:
     command = hanging("beginning", 0.5, tmp_path)
     try:
         assert command.wait() == 130
@@ -405,7 +533,9 @@ def test_an_interrupt_while_a_fleet_is_begun_does_not_wait_for_a_step_that_hangs
         command.clean_up()
 
 
-def test_one_signal_that_comes_twice_at_once_is_one_interrupt_and_leaves_a_step_that_hangs_behind(tmp_path: Path) -> None:
+def test_one_signal_that_comes_twice_at_once_is_one_interrupt_and_leaves_a_step_that_hangs_behind(
+    tmp_path: Path,
+) -> None:
     command = hanging("step", 0.5, tmp_path)
     try:
         command.wait_until(lambda: "hanging" in command.printed)

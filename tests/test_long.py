@@ -16,10 +16,17 @@ pytestmark = pytest.mark.long
 
 
 def results_of(
-    folder: Path, name: str, data: str | None = None, changes: list[str] | None = None, methods: str | None = None
+    folder: Path,
+    name: str,
+    data: str | None = None,
+    changes: list[str] | None = None,
+    methods: str | None = None,
 ) -> dict[str, dict[str, Summary]]:
     workers = executors.default_workers("cpu")
-    with study.opened(folder, recipe.load(name, changes, methods)) as (store, chosen), executors.executor(workers, 1) as executor:
+    with (
+        study.opened(folder, recipe.load(name, changes, methods)) as (store, chosen),
+        executors.executor(workers, 1) as executor,
+    ):
         results = study.run(chosen, store, study.Means(data, workers=workers), executor, Silent())
     return {method: summaries(result) for method, result in results.items()}
 
@@ -36,7 +43,9 @@ def check(found: dict[str, dict[str, Summary]], margin: float) -> None:
     assert max(accuracy, key=lambda name: accuracy[name]) == "multi-task"
 
 
-def test_in_the_quickstart_a_gem_beats_plain_sgd_by_eight_points_and_multi_task_is_on_top(tmp_path: Path) -> None:
+def test_in_the_quickstart_a_gem_beats_plain_sgd_by_eight_points_and_multi_task_is_on_top(
+    tmp_path: Path,
+) -> None:
     check(results_of(tmp_path, "quickstart"), margin=0.08)
 
 
@@ -46,4 +55,7 @@ def test_on_a_thousand_mnist_images_a_task_a_gem_beats_plain_sgd(tmp_path: Path)
     except InputError as reason:
         pytest.skip(str(reason))
     changes = ["train_examples=1000", "test_examples=1000"]
-    check(results_of(tmp_path, "permuted-mnist", folder, changes, methods="van,ewc,a-gem,multi-task"), margin=0.04)
+    check(
+        results_of(tmp_path, "permuted-mnist", folder, changes, methods="van,ewc,a-gem,multi-task"),
+        margin=0.04,
+    )

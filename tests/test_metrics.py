@@ -43,7 +43,19 @@ MEMORY = np.array(
     ]
 )
 # Average accuracy after b batches of GEM on Permuted MNIST, as published by the authors with their plots.
-PUBLISHED = [0.09812353, 0.1610647, 0.17345884, 0.20008238, 0.19457644, 0.23791176, 0.26005882, 0.27361766, 0.30264702, 0.32512945, 0.32201171]
+PUBLISHED = [
+    0.09812353,
+    0.1610647,
+    0.17345884,
+    0.20008238,
+    0.19457644,
+    0.23791176,
+    0.26005882,
+    0.27361766,
+    0.30264702,
+    0.32512945,
+    0.32201171,
+]
 RECORD = Record(
     seed=0,
     hyperparameters={"learning_rate": 0.1},
@@ -56,14 +68,18 @@ RECORD = Record(
     state_bytes=100,
     diverged=False,
 )
-JOINED = replace(RECORD, accuracy=TABLE[3:], curve=np.empty((0, 11)), memory_accuracy=None, violations=None)
+JOINED = replace(
+    RECORD, accuracy=TABLE[3:], curve=np.empty((0, 11)), memory_accuracy=None, violations=None
+)
 
 
 def defined(found: Metrics) -> set[str]:
     return {f.name for f in fields(found) if getattr(found, f.name) is not None}
 
 
-@pytest.mark.parametrize(("k", "expected"), [(1, 0.90), (2, 0.60), (3, 2.15 / 3), (4, 0.75), (None, 0.75)])
+@pytest.mark.parametrize(
+    ("k", "expected"), [(1, 0.90), (2, 0.60), (3, 2.15 / 3), (4, 0.75), (None, 0.75)]
+)
 def test_average_accuracy_counts_the_tasks_learnt_so_far(k: int | None, expected: float) -> None:
     assert average_accuracy(TABLE, k) == pytest.approx(expected)
 
@@ -73,11 +89,16 @@ def test_average_accuracy_counts_the_tasks_learnt_so_far(k: int | None, expected
     [
         (2, [0.90 - 0.70]),
         (3, [0.90 - 0.80, 0.60 - 0.40]),  # the second task was known best before it was learnt
-        (4, [0.90 - 0.60, 0.60 - 0.65, 0.95 - 0.85]),  # the second one is best now: −0.05, where counting the present would say 0
+        (
+            4,
+            [0.90 - 0.60, 0.60 - 0.65, 0.95 - 0.85],
+        ),  # the second one is best now: −0.05, where counting the present would say 0
         (None, [0.30, -0.05, 0.10]),
     ],
 )
-def test_forgetting_is_measured_from_the_best_of_earlier_task_ends(k: int | None, by_task: list[float]) -> None:
+def test_forgetting_is_measured_from_the_best_of_earlier_task_ends(
+    k: int | None, by_task: list[float]
+) -> None:
     assert forgetting_by_task(TABLE, k) == pytest.approx(by_task)
     assert forgetting(TABLE, k) == pytest.approx(sum(by_task) / len(by_task))
 
@@ -109,7 +130,9 @@ def test_forward_transfer_compares_just_before_each_task_with_the_beginning() ->
     ],
     ids=["all as long", "one shorter", "all shorter"],
 )
-def test_few_shot_accuracy_averages_over_tasks_and_keeps_the_last_value_of_short_ones(curve: list[list[float]], z: list[float]) -> None:
+def test_few_shot_accuracy_averages_over_tasks_and_keeps_the_last_value_of_short_ones(
+    curve: list[list[float]], z: list[float]
+) -> None:
     assert few_shot(np.array(curve)) == pytest.approx(z)
 
 
@@ -126,7 +149,9 @@ def test_learning_curve_area_is_a_mean_by_the_formula_and_an_integral_in_print(
     curve: list[list[float]], beta: int, formula: float, trapezoid: float
 ) -> None:
     assert learning_curve_area(np.array(curve), beta) == pytest.approx(formula, abs=5e-5)
-    assert learning_curve_area_trapezoid(np.array(curve), beta) == pytest.approx(trapezoid, abs=5e-5)
+    assert learning_curve_area_trapezoid(np.array(curve), beta) == pytest.approx(
+        trapezoid, abs=5e-5
+    )
 
 
 def test_a_run_has_every_metric() -> None:
@@ -156,7 +181,13 @@ def test_a_joined_pass_has_an_accuracy_but_nothing_about_the_order_of_tasks() ->
 
 
 def test_a_single_task_can_be_learnt_but_not_forgotten() -> None:
-    alone = replace(RECORD, accuracy=TABLE[:1, :1], initial=INITIAL[:1], memory_accuracy=MEMORY[:1, :1], violations=None)
+    alone = replace(
+        RECORD,
+        accuracy=TABLE[:1, :1],
+        initial=INITIAL[:1],
+        memory_accuracy=MEMORY[:1, :1],
+        violations=None,
+    )
     assert defined(metrics(alone)) == {"A_T", "LCA_10", "LCA_10_trapezoid", "seconds"}
 
 
@@ -165,13 +196,19 @@ def test_a_diverged_run_has_no_metrics() -> None:
 
 
 def test_without_a_memory_nothing_is_said_about_memories() -> None:
-    assert defined(metrics(RECORD)) - defined(metrics(replace(RECORD, memory_accuracy=None))) == {"memory_accuracy", "memory_worst_forgetting"}
+    assert defined(metrics(RECORD)) - defined(metrics(replace(RECORD, memory_accuracy=None))) == {
+        "memory_accuracy",
+        "memory_worst_forgetting",
+    }
 
 
 def test_a_task_that_left_nothing_in_the_memory_makes_its_metrics_undefined() -> None:
     empty = MEMORY.copy()
     empty[:, 1] = NAN
-    assert defined(metrics(RECORD)) - defined(metrics(replace(RECORD, memory_accuracy=empty))) == {"memory_accuracy", "memory_worst_forgetting"}
+    assert defined(metrics(RECORD)) - defined(metrics(replace(RECORD, memory_accuracy=empty))) == {
+        "memory_accuracy",
+        "memory_worst_forgetting",
+    }
 
 
 def test_metrics_leave_the_record_as_it_was() -> None:
@@ -189,7 +226,9 @@ def test_a_summary_has_the_population_deviation_and_students_interval() -> None:
     found = summarise([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == pytest.approx(3.0)
     assert found.std == pytest.approx(1.41421356)  # √(10/5), not √(10/4)
-    assert found.interval == pytest.approx((3 - 1.963243, 3 + 1.963243), abs=1e-6)  # 2.776445 · √(10/4) / √5
+    assert found.interval == pytest.approx(
+        (3 - 1.963243, 3 + 1.963243), abs=1e-6
+    )  # 2.776445 · √(10/4) / √5
     assert found.values == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 

@@ -32,7 +32,9 @@ def exit_code(*arguments: str) -> Any:
     return stop.value.code
 
 
-def test_an_encoding_without_the_signs_of_a_table_shows_question_marks(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoding_without_the_signs_of_a_table_shows_question_marks(
+    study: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for command in (["table", study], ["companions", study], ["list"], ["merge", "--help"]):
         narrow = TextIOWrapper(BytesIO(), encoding="ascii")
         monkeypatch.setattr(sys, "stdout", narrow)
@@ -43,7 +45,13 @@ def test_an_encoding_without_the_signs_of_a_table_shows_question_marks(study: st
 def test_a_full_standard_output_is_one_sentence_and_files_are_written(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in (["table", study, "--json", str(tmp_path / "a.json")], ["list"], ["--help"], ["--version"], ["merge", str(tmp_path / "b"), study]):
+    for command in (
+        ["table", study, "--json", str(tmp_path / "a.json")],
+        ["list"],
+        ["--help"],
+        ["--version"],
+        ["merge", str(tmp_path / "b"), study],
+    ):
         before = full()
         monkeypatch.setattr(sys, "stdout", before)
         assert exit_code(*command) == 2
@@ -65,19 +73,43 @@ def test_a_pipe_that_is_closed_ends_a_command_quietly(
     assert (tmp_path / "a.json").stat().st_size > 0
 
 
-def test_a_full_standard_error_costs_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_standard_error_costs_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stderr", full())
     changes = ("train_examples=5", "test_examples=5", "hidden=[4]", "grids.van.learning_rate=0.1")
-    command = ["run", "quickstart", "--methods", "van", "--seeds", "1", "--workers", "1", "--out", str(tmp_path)]
+    command = [
+        "run",
+        "quickstart",
+        "--methods",
+        "van",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert exit_code(*command, *(word for change in changes for word in ("--set", change))) == 0
     assert "lr=0.1" in capsys.readouterr().out
     assert exit_code("status", str(tmp_path / "nowhere")) == 2
 
 
 @pytest.mark.parametrize(
-    ("columns", "kept"), [("80", True), ("0", False), ("1", False), ("-5", False), ("²", False), ("9" * 5000, False), ("", True)]
+    ("columns", "kept"),
+    [
+        ("80", True),
+        ("0", False),
+        ("1", False),
+        ("-5", False),
+        ("²", False),
+        ("9" * 5000, False),
+        ("", True),
+    ],
 )
-def test_an_impossible_width_is_forgotten(columns: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_width_is_forgotten(
+    columns: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     output.forget_odd_sizes()
     assert ("COLUMNS" in os.environ) == kept
@@ -85,11 +117,19 @@ def test_an_impossible_width_is_forgotten(columns: str, kept: bool, monkeypatch:
 
 def test_a_process_ends_as_quietly_as_its_command(study: str) -> None:
     with open("/dev/full", "w") as nowhere:
-        ended = subprocess.run([*ONEPASS, "status", study], stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False)
+        ended = subprocess.run(
+            [*ONEPASS, "status", study],
+            stdout=nowhere,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1, ended.stderr
     shell = f'{" ".join(ONEPASS)} "$@" <&- >&- 2>&-'
-    closed = subprocess.run(["sh", "-c", shell, "sh", "status", study], env={**os.environ, "COLUMNS": "²"}, check=False)
+    closed = subprocess.run(
+        ["sh", "-c", shell, "sh", "status", study], env={**os.environ, "COLUMNS": "²"}, check=False
+    )
     assert closed.returncode == 0
 
 

@@ -21,14 +21,29 @@ STUDY = (
     " --set grids.van.learning_rate=[0.1,0.03] --set grids.ewc.learning_rate=0.1 --set ewc.strength=10 --set grids.a-gem.learning_rate=0.1"
 )
 UNITS = (2 + 2) + (1 + 2) + (1 + 2)
-CODES = {signal.SIGKILL: {-9}, signal.SIGTERM: {143, -15}, signal.SIGINT: {130, -2}}  # the negative ones: while Python itself still started
+CODES = {
+    signal.SIGKILL: {-9},
+    signal.SIGTERM: {143, -15},
+    signal.SIGINT: {130, -2},
+}  # the negative ones: while Python itself still started
 
 
 def start(folder: Path, workers: int) -> subprocess.Popen[bytes]:
-    command = [str(Path(sys.executable).with_name("onepass")), *STUDY.split(), "--workers", str(workers), "--out", str(folder)]
+    command = [
+        str(Path(sys.executable).with_name("onepass")),
+        *STUDY.split(),
+        "--workers",
+        str(workers),
+        "--out",
+        str(folder),
+    ]
     with (folder.parent / "log").open("ab") as log:
         return subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+            command,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
 
@@ -60,16 +75,22 @@ def stored(folder: Path) -> int:
         return 0
 
 
-def disturb(folder: Path, workers: int, longest: float, random_: random.Random) -> tuple[signal.Signals, bool]:
+def disturb(
+    folder: Path, workers: int, longest: float, random_: random.Random
+) -> tuple[signal.Signals, bool]:
     """Start or resume a study and send it a signal at a random moment; which one, and whether it came in time."""
     driver = start(folder, workers)
     time.sleep(random_.uniform(0, 0.8 * longest))  # in most rounds before it is finished
     kind = random_.choice(list(CODES))
     finished = driver.poll() is not None
     if not finished:
-        (os.killpg if kind == signal.SIGINT else os.kill)(driver.pid, kind)  # Ctrl-C is heard by the whole group
+        (os.killpg if kind == signal.SIGINT else os.kill)(
+            driver.pid, kind
+        )  # Ctrl-C is heard by the whole group
     code = driver.wait(timeout=60)
-    assert code in CODES[kind] | {0}, f"{code} after {kind.name}: {(folder.parent / 'log').read_text()[-2000:]}"
+    assert code in CODES[kind] | {0}, (
+        f"{code} after {kind.name}: {(folder.parent / 'log').read_text()[-2000:]}"
+    )
     deadline = time.monotonic() + 60
     while left := alive(driver.pid):
         assert time.monotonic() < deadline, f"{left} are left after {kind.name}"
@@ -85,7 +106,10 @@ def test_a_storm_of_signals_changes_no_number(tmp_path: Path) -> None:
     for workers in (1, 2):
         began = time.monotonic()
         assert start(tmp_path / f"undisturbed-{workers}", workers).wait(timeout=300) == 0
-        undisturbed[workers] = results(tmp_path / f"undisturbed-{workers}"), time.monotonic() - began
+        undisturbed[workers] = (
+            results(tmp_path / f"undisturbed-{workers}"),
+            time.monotonic() - began,
+        )
     while rounds > 0:
         studies += 1
         workers = 1 + studies % 2
@@ -101,6 +125,10 @@ def test_a_storm_of_signals_changes_no_number(tmp_path: Path) -> None:
         found = results(folder)
         assert found.keys() == expected.keys()
         assert all(found[unit].same_as(expected[unit]) for unit in expected), "bit by bit"
-        assert not [path.name for path in folder.iterdir() if path.name not in ("study.sqlite", "arrays", "lock")], "nothing temporary is left"
+        assert not [
+            path.name
+            for path in folder.iterdir()
+            if path.name not in ("study.sqlite", "arrays", "lock")
+        ], "nothing temporary is left"
         print(f"{sum(sent.values())} signals over {studies} studies: {sent}")
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from variants import VARIANTS, GemICarl, UnionAGem
 
-from onepass.engine import replays
+from onepass.engine import step_graphs
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
+from onepass.feed import Feed
 from onepass.learners import Method
 from onepass.learners.agem import project
 from onepass.learners.base import Reference
 from onepass.learners.icarl import Options
 from onepass.memory import EpisodicMemory
 from onepass.protocol import train
-from onepass.streams.batch import Batch
-from onepass.streams.feed import Feed
 from replaying import SETUP, Ends, digits, runs, same, same_bits
 from simulated import Simulated
 from toys import Normed, ToyStream, small_net
@@ -40,7 +40,9 @@ def outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
 
 
 def parameters(fleet: Fleet, run: int) -> list[Tensor]:
-    return [p[run].detach().double().requires_grad_() for p in fleet.architecture.views(fleet.theta)]
+    return [
+        p[run].detach().double().requires_grad_() for p in fleet.architecture.views(fleet.theta)
+    ]
 
 
 def gradient(loss: Tensor, at: list[Tensor]) -> Tensor:
@@ -65,11 +67,15 @@ def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_lo
             before = learner.violations.clone()
             found = learner.direction(batch).clone()
             for r, at in enumerate(points):
-                surprise = torch.nn.functional.cross_entropy(own_task(outputs(at, batch.x[r]), batch.slots[r]), batch.slots[r] % 2)
+                surprise = torch.nn.functional.cross_entropy(
+                    own_task(outputs(at, batch.x[r]), batch.slots[r]), batch.slots[r] % 2
+                )
                 g = gradient(surprise, at)
                 if reference is not None:
                     past = outputs(at, reference.x[r])[:, : 2 * task]
-                    g_ref = gradient(torch.nn.functional.cross_entropy(past, reference.slots[r]), at)
+                    g_ref = gradient(
+                        torch.nn.functional.cross_entropy(past, reference.slots[r]), at
+                    )
                     g, violated = (t[0] for t in project(g[None], g_ref[None]))
                     assert violated == learner.violations[r] - before[r]
                     conflicts += int(violated)
@@ -79,9 +85,13 @@ def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_lo
     assert conflicts > 4
 
 
-def icarl_after(tasks: int, build: Callable[[], nn.Module] = small_net) -> tuple[Fleet, Feed, GemICarl]:
+def icarl_after(
+    tasks: int, build: Callable[[], nn.Module] = small_net
+) -> tuple[Fleet, Feed, GemICarl]:
     fleet, feed = fleet_and_feed(build)
-    learner = GemICarl(fleet, {"distillation": torch.tensor([[0.5], [2.0]])}, Options(exemplars=32), None)
+    learner = GemICarl(
+        fleet, {"distillation": torch.tensor([[0.5], [2.0]])}, Options(exemplars=32), None
+    )
     for task in range(tasks):
         for batch in feed.batches(task):
             fleet.learn(learner, batch)
@@ -92,7 +102,9 @@ def icarl_after(tasks: int, build: Callable[[], nn.Module] = small_net) -> tuple
 
 def test_icarl_of_gem_distils_one_exemplar_of_each_past_class_in_the_softmax_of_its_task() -> None:
     fleet, feed, learner = icarl_after(2)
-    was = [[p.detach() for p in parameters(fleet, r)] for r in range(2)]  # at the end of the last task
+    was = [
+        [p.detach() for p in parameters(fleet, r)] for r in range(2)
+    ]  # at the end of the last task
     first, second = list(feed.batches(2))[:2]
     fleet.learn(learner, first)
     drawn = [learner.one_a_class(task) for task in range(2)]
@@ -100,7 +112,9 @@ def test_icarl_of_gem_distils_one_exemplar_of_each_past_class_in_the_softmax_of_
     found = learner.direction(second)
     for r, strength in enumerate((0.5, 2.0)):
         at = parameters(fleet, r)
-        loss = torch.nn.functional.cross_entropy(own_task(outputs(at, second.x[r]), second.slots[r]), second.slots[r] % 2)
+        loss = torch.nn.functional.cross_entropy(
+            own_task(outputs(at, second.x[r]), second.slots[r]), second.slots[r] % 2
+        )
         for past in drawn:
             now, then = (own_task(outputs(p, past.x[r]), past.slots[r]) for p in (at, was[r]))
             loss = loss - strength * (then.softmax(1) * now.log_softmax(1)).sum(1).mean()
@@ -115,25 +129,39 @@ def test_icarl_of_gem_keeps_what_is_said_in_training_of_a_class_alone() -> None:
     for r in range(2):
         module = Normed().train()
         module.load_state_dict(
-            {name: p[r] for name, p in zip(fleet.architecture.names, fleet.architecture.views(fleet.theta), strict=True)}, strict=False
+            {
+                name: p[r]
+                for name, p in zip(
+                    fleet.architecture.names, fleet.architecture.views(fleet.theta), strict=True
+                )
+            },
+            strict=False,
         )
         module.load_state_dict({name: buffer[r] for name, buffer in before.items()}, strict=False)
         for c in range(4):
             held = int(learner.held[r, c])
             said = module(learner.x[r, c, :held] / 255)[:, c // 2 * 2 :][:, :2]
             assert torch.allclose(learner.taught[r, c, :held], said.softmax(1), atol=1e-5)
-        assert torch.allclose(fleet.buffers["norm.running_mean"][r], module.norm.running_mean, atol=1e-6)  # type: ignore[arg-type]
-        assert not torch.allclose(fleet.buffers["norm.running_mean"][r], before["norm.running_mean"][r], atol=1e-4)
+        assert torch.allclose(
+            fleet.buffers["norm.running_mean"][r], module.norm.running_mean, atol=1e-6
+        )  # type: ignore[arg-type]
+        assert not torch.allclose(
+            fleet.buffers["norm.running_mean"][r], before["norm.running_mean"][r], atol=1e-4
+        )
 
 
 def test_icarl_of_gem_answers_by_the_nearest_mean_of_outputs_and_herds_those_of_the_task() -> None:
     fleet, feed, learner = icarl_after(2)
     for r in range(2):
         at = [p.detach() for p in parameters(fleet, r)]
-        means = torch.stack([outputs(at, learner.x[r, c, : learner.held[r, c]]).mean(0) for c in range(4)])
+        means = torch.stack(
+            [outputs(at, learner.x[r, c, : learner.held[r, c]]).mean(0) for c in range(4)]
+        )
         test = feed.test(0)
         far = torch.cdist(outputs(at, test.x[r]), means)
-        assert torch.allclose(learner.scores(Batch(test.x, test.slots))[r, :, :4].double(), -far, atol=1e-4)
+        assert torch.allclose(
+            learner.scores(Batch(test.x, test.slots))[r, :, :4].double(), -far, atol=1e-4
+        )
         shown = [(b.x[r], b.slots[r]) for b in feed.batches(1)]
         x, slots = (torch.cat(parts) for parts in zip(*shown, strict=True))
         pool = outputs(at, x[slots == 3])[:, 2:4]  # of its own task, which was learnt last
@@ -141,13 +169,17 @@ def test_icarl_of_gem_answers_by_the_nearest_mean_of_outputs_and_herds_those_of_
         assert torch.equal(learner.x[r, 3, 0], x[slots == 3][nearest])
 
 
-@pytest.mark.parametrize("found", [found for variants in VARIANTS.values() for found in variants.values()])
-def test_replayed_steps_end_where_eager_ones_do(found: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(replays, "STRETCH", 5)
+@pytest.mark.parametrize(
+    "found", [found for variants in VARIANTS.values() for found in variants.values()]
+)
+def test_replayed_steps_end_where_eager_ones_do(
+    found: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_graphs, "STRETCH", 5)
     data = digits("split-digits", 61)
     eager, captured = Ends(), Ends()
     records = train(data, "cv", found, runs(found), SETUP, keeper=eager)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
     with caplog.at_level(logging.WARNING):
         same(records, train(data, "cv", found, runs(found), SETUP, keeper=captured))

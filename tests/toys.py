@@ -8,12 +8,12 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
+from onepass.engine.slots import Slots
 from onepass.metrics import Record
-from onepass.streams.base import Part, Pool, Stream, Task
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.streams.base import Heads, Part, Pool, Stream, Task, separate_heads, shared_heads
 from onepass.studies.results import Result
 from onepass.studies.store import Unit
 from onepass.studies.work import Job
@@ -32,17 +32,27 @@ class ToyStream(Stream):
         super().__init__(Pool(x.to(torch.uint8), classes, 240, scale=1 / 255))
         self.ragged, self.shared, self.examples = ragged, shared, examples
 
-    def slots(self, part: Part) -> Slots:
-        return Slots.shared(4, 2) if self.shared else Slots.separate(4, 2)
+    def heads(self, part: Part) -> Heads:
+        return shared_heads(4, 2) if self.shared else separate_heads(4, 2)
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         made = []
         for k in range(4):
             slot_of_class = torch.full((8,), -1)
-            slot_of_class[2 * k : 2 * k + 2] = torch.arange(2) if self.shared else torch.arange(2 * k, 2 * k + 2)
+            slot_of_class[2 * k : 2 * k + 2] = (
+                torch.arange(2) if self.shared else torch.arange(2 * k, 2 * k + 2)
+            )
             members = (self.pool.classes // 2 == k).nonzero()[:, 0]
             count = self.examples - (7 * seed + 5 * k) % 23 if self.ragged else self.examples
-            made.append(Task(members[members < 240][:count], members[members >= 240], slot_of_class, None, torch.tensor(k)))
+            made.append(
+                Task(
+                    members[members < 240][:count],
+                    members[members >= 240],
+                    slot_of_class,
+                    None,
+                    torch.tensor(k),
+                )
+            )
         return made
 
 
@@ -116,13 +126,28 @@ class Described(nn.Module):
         return torch.tanh(self.body(x)) @ (descriptors @ self.embedding).T
 
 
-def fleet_of(build: Callable[[], nn.Module] = small_net, runs: int = 3, mode: Mode = "auto", **more: object) -> Fleet:
-    return Fleet(build, list(range(10, 10 + runs)), Slots.separate(4, 2), [0.1] * runs, gradients=mode, **more)  # type: ignore[arg-type]
+def fleet_of(
+    build: Callable[[], nn.Module] = small_net, runs: int = 3, mode: Mode = "auto", **more: object
+) -> Fleet:
+    return Fleet(
+        build,
+        list(range(10, 10 + runs)),
+        Slots(separate_heads(4, 2)),
+        [0.1] * runs,
+        gradients=mode,
+        **more,
+    )  # type: ignore[arg-type]
 
 
-def batch_of(runs: int = 3, size: int = 7, seed: int = 0, sizes: tuple[int, ...] | None = None) -> Batch:
+def batch_of(
+    runs: int = 3, size: int = 7, seed: int = 0, sizes: tuple[int, ...] | None = None
+) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return Batch(torch.randn(runs, size, FEATURES, generator=generator), torch.randint(0, 8, (runs, size), generator=generator), sizes)
+    return Batch(
+        torch.randn(runs, size, FEATURES, generator=generator),
+        torch.randint(0, 8, (runs, size), generator=generator),
+        sizes,
+    )
 
 
 def by_hand(fleet: Fleet, batch: Batch, run: int) -> tuple[Tensor, Tensor]:
@@ -196,5 +221,8 @@ def mutated(content: bytes, random: Random) -> bytes:
             del data[at : at + length]
         case 6:
             other = random.randrange(len(data))
-            data[at : at + 16], data[other : other + 16] = data[other : other + 16], data[at : at + 16]
+            data[at : at + 16], data[other : other + 16] = (
+                data[other : other + 16],
+                data[at : at + 16],
+            )
     return bytes(data)

@@ -25,7 +25,9 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:  # imported when first asked for: a command that only reads results needs none of them
+def __getattr__(
+    name: str,
+) -> Any:  # imported when first asked for: a command that only reads results needs none of them
     if name not in _HOMES:
         raise AttributeError(f"module 'onepass' has no attribute '{name}'")
     from importlib import import_module

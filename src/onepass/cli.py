@@ -32,9 +32,13 @@ app.add_typer(data_app, name="data")
 output.forget_odd_sizes()  # which a console reads when it is made
 screen = Console(stderr=True, markup=False, highlight=False, emoji=False)
 
-TRACEBACK = "ONEPASS_TRACEBACK"  # in the environment: show the traceback of an error that was not foreseen
+TRACEBACK = (
+    "ONEPASS_TRACEBACK"  # in the environment: show the traceback of an error that was not foreseen
+)
 
-MOST = 1024  # processes, and threads of each: more than any machine has, and few enough to be started
+MOST = (
+    1024  # processes, and threads of each: more than any machine has, and few enough to be started
+)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
@@ -46,29 +50,61 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False) -> None:
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Learn from a stream of tasks in a single pass, without forgetting."""
 
 
 @app.command()
 def run(
-    name: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe; 'onepass list' shows them. Default: the study in --out.")] = None,
-    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas, or 'all'.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of each method on the evaluation stream.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A recipe; 'onepass list' shows them. Default: the study in --out.",
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, separated by commas, or 'all'.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of each method on the evaluation stream.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    data: Annotated[str | None, typer.Option(help="Folder with data sets (default: ONEPASS_DATA).")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the study: what it has already is not done again.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder with data sets (default: ONEPASS_DATA).")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the study: what it has already is not done again."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", help="key=value: change something in the recipe.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes (default: one a core on a CPU, one on a GPU).")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value: change something in the recipe.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes (default: one a core on a CPU, one on a GPU).")
+    ] = None,
     threads: Annotated[int, typer.Option(help="Threads of each process.")] = 1,
-    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler, tcp://…: train on its cluster.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Write a checkpoint every so many steps, not only at task ends.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler, tcp://…: train on its cluster.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Write a checkpoint every so many steps, not only at task ends."),
+    ] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
 ) -> None:
     """Run a recipe: choose hyper-parameters on the cross-validation stream, learn the evaluation stream once, print the table."""
     asked = _asked(name, change, methods, seeds, out)
-    for flag, value, most in (("--workers", workers, MOST), ("--threads", threads, MOST), ("--checkpoint-every", checkpoint_every, None)):
+    for flag, value, most in (
+        ("--workers", workers, MOST),
+        ("--threads", threads, MOST),
+        ("--checkpoint-every", checkpoint_every, None),
+    ):
         if value is not None and value < 1:
             raise InputError(f"{flag} {value} is not possible: use at least 1")
         if value is not None and most is not None and value > most:
@@ -98,29 +134,52 @@ def run(
         if seeds is not None and seeds < recipe.seeds:
             screen.print(f"the study has {recipe.seeds} seeds already")
         try:
-            with executors.executor(workers or executors.default_workers(device), threads, scheduler) as executor:
-                means = study.Means(folder, device, workers or executor.workers, keep=out is not None, checkpoint_every=checkpoint_every)
+            with executors.executor(
+                workers or executors.default_workers(device), threads, scheduler
+            ) as executor:
+                means = study.Means(
+                    folder,
+                    device,
+                    workers or executor.workers,
+                    keep=out is not None,
+                    checkpoint_every=checkpoint_every,
+                )
                 results = study.run(recipe, store, means, executor, watch)
         except KeyboardInterrupt as stop:
             watch.interrupted(out)
             raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     _print_table(recipe, results, json, None)
     if any(result.failed for result in results.values()):
-        screen.print(f"some units failed: see 'onepass status {out}'" if out else "some units failed: give --out DIR to see why", soft_wrap=True)
+        screen.print(
+            f"some units failed: see 'onepass status {out}'"
+            if out
+            else "some units failed: give --out DIR to see why",
+            soft_wrap=True,
+        )
         raise typer.Exit(1)
 
 
-def _asked(name: str | None, change: list[str] | None, methods: str | None, seeds: int | None, out: Path | None) -> Recipe:
+def _asked(
+    name: str | None,
+    change: list[str] | None,
+    methods: str | None,
+    seeds: int | None,
+    out: Path | None,
+) -> Recipe:
     from onepass.studies import recipe
     from onepass.studies.database import FILE
     from onepass.studies.store import Store
 
     if name is not None:
         if os.path.exists(Path(name) / FILE):  # a name that no file can have is simply no study
-            raise InputError(f"{name} is the folder of a study, not a recipe: go on with it by 'onepass run --out {name}'")
+            raise InputError(
+                f"{name} is the folder of a study, not a recipe: go on with it by 'onepass run --out {name}'"
+            )
         return recipe.load(name, change, methods, seeds)
     if out is None:
-        raise InputError("name a recipe to run ('onepass list' shows them), or the folder of a study to go on with by --out")
+        raise InputError(
+            "name a recipe to run ('onepass list' shows them), or the folder of a study to go on with by --out"
+        )
     with Store.read(out) as store:
         stored = store.contents.study["recipe"]
     return recipe.load(recipe.from_stored(stored).name, change, methods, seeds, stored)
@@ -135,7 +194,9 @@ def _folder(out: Path | None) -> Iterator[Path]:
     try:
         temporary = tempfile.TemporaryDirectory(prefix="onepass-")
     except OSError as reason:
-        raise InputError(f"there is no place for temporary files ({reason.strerror or reason}): set TMPDIR to a folder, or use --out") from None
+        raise InputError(
+            f"there is no place for temporary files ({reason.strerror or reason}): set TMPDIR to a folder, or use --out"
+        ) from None
     with temporary as place:
         yield Path(place)
 
@@ -152,7 +213,9 @@ def status(folder: Folder) -> None:
 def print_table(
     folder: Folder,
     json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="File for the table as CSV, a line a run.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="File for the table as CSV, a line a run.")
+    ] = None,
 ) -> None:
     """Print the table of a study from its raw records."""
     from onepass.report.targets import check_targets
@@ -167,7 +230,9 @@ def print_table(
     _print_table(recipe, found, json, csv)
 
 
-def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None) -> None:
+def _print_table(
+    recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None
+) -> None:
     from onepass import files
     from onepass.report import table
     from onepass.report.targets import hand_out
@@ -180,7 +245,12 @@ def _print_table(recipe: Recipe, results: dict[str, Result], json: Path | None, 
 
 
 @app.command()
-def show(folder: Folder, unit: Annotated[str | None, typer.Argument(metavar="UNIT", help="A unit, or how its name begins.")] = None) -> None:
+def show(
+    folder: Folder,
+    unit: Annotated[
+        str | None, typer.Argument(metavar="UNIT", help="A unit, or how its name begins.")
+    ] = None,
+) -> None:
     """Show one unit of a study: its configuration, what came out, and with what it was made. Without UNIT, list them."""
     from onepass.report.units import listing, page
 
@@ -189,8 +259,13 @@ def show(folder: Folder, unit: Annotated[str | None, typer.Argument(metavar="UNI
 
 @app.command()
 def merge(
-    into: Annotated[Path, typer.Argument(metavar="DIR", help="The study that takes; made if there is none.")],
-    others: Annotated[list[Path], typer.Argument(metavar="DIR…", help="The studies to take from; they stay as they are.")],
+    into: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The study that takes; made if there is none.")
+    ],
+    others: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR…", help="The studies to take from; they stay as they are."),
+    ],
 ) -> None:
     """Bring the results of several studies of one recipe together in the first. Results that contradict each other are refused."""
     from onepass.studies.merge import merge as bring_together
@@ -201,7 +276,9 @@ def merge(
 
 @app.command()
 def rescue(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The study that is damaged; it stays as it is.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The study that is damaged; it stays as it is.")
+    ],
     into: Annotated[Path, typer.Argument(metavar="INTO", help="The folder of the new study.")],
 ) -> None:
     """Copy what is sound of a damaged study into a new one. Exit code 1 if anything is lost."""
@@ -210,7 +287,9 @@ def rescue(
     found = save(folder, into)
     for what in found.lost:
         screen.print(f"lost: {what}", soft_wrap=True)
-    print(f"{found.results} results are in {into}, {found.to_do} units are still to do: go on with 'onepass run --out {into}'")
+    print(
+        f"{found.results} results are in {into}, {found.to_do} units are still to do: go on with 'onepass run --out {into}'"
+    )
     if found.lost:
         raise typer.Exit(1)
 
@@ -227,7 +306,10 @@ def verify(folder: Folder) -> None:
 
 
 @app.command()
-def companions(folder: Folder, json: Annotated[Path | None, typer.Option(help="File for the tables as JSON.")] = None) -> None:
+def companions(
+    folder: Folder,
+    json: Annotated[Path | None, typer.Option(help="File for the tables as JSON.")] = None,
+) -> None:
     """Print the paper's side tables for a study: worst-case forgetting, violations a task, time and memory."""
     from onepass import files
     from onepass.report.companions import collect, document, view
@@ -237,24 +319,35 @@ def companions(folder: Folder, json: Annotated[Path | None, typer.Option(help="F
     check_targets(json)
     hand_out(
         partial(files.write_json, json, document(found)) if json else None,
-        partial(_wide(120).print, view(found)),  # one column per task: a narrow terminal breaks lines, but no number is cut
+        partial(
+            _wide(120).print, view(found)
+        ),  # one column per task: a narrow terminal breaks lines, but no number is cut
     )
 
 
 @app.command()
 def bench(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas, or 'all'.")] = "van,ewc,a-gem,gem",
-    runs: Annotated[str, typer.Option(help="How many runs side by side, separated by commas.")] = "1,5,40",
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas, or 'all'.")
+    ] = "van,ewc,a-gem,gem",
+    runs: Annotated[
+        str, typer.Option(help="How many runs side by side, separated by commas.")
+    ] = "1,5,40",
     rounds: Annotated[int, typer.Option(help="How often everything is measured.")] = 5,
     tasks: Annotated[int, typer.Option(help="Past tasks that the memory holds.")] = 8,
-    both: Annotated[bool, typer.Option("--both", help="Several runs stacked, and a run at a time: on a GPU a branch each.")] = False,
+    both: Annotated[
+        bool,
+        typer.Option(
+            "--both", help="Several runs stacked, and a run at a time: on a GPU a branch each."
+        ),
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="File for the table as Markdown.")] = None,
 ) -> None:
     """Measure this machine: microseconds a run-step, a hand-written loop against ours, and the share of the floor."""
     from onepass import files
-    from onepass.report import bench as measurements
+    from onepass.bench import measure as measurements
     from onepass.report.targets import check_targets, hand_out
     from onepass.studies.study import check_device
 
@@ -268,7 +361,9 @@ def bench(
             raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
     hand_out(
         partial(files.write_json, json, measurements.document(report)) if json else None,
-        partial(files.write_out, markdown, measurements.markdown(report).encode()) if markdown else None,
+        partial(files.write_out, markdown, measurements.markdown(report).encode())
+        if markdown
+        else None,
         partial(_wide().print, measurements.table(report)),
     )
 
@@ -283,7 +378,10 @@ def list_everything() -> None:
     sections: dict[str, dict[str, str]] = {
         "recipes": {name: recipe.read(name)["summary"] for name in recipe.names()},
         "streams": {name: entry.summary for name, entry in STREAMS.items()},
-        "methods": {name: f"{entry.summary} ({', '.join(entry.hyperparameters)})" for name, entry in METHODS.items()},
+        "methods": {
+            name: f"{entry.summary} ({', '.join(entry.hyperparameters)})"
+            for name, entry in METHODS.items()
+        },
     }
     for title, entries in sections.items():
         made = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
@@ -295,7 +393,9 @@ def list_everything() -> None:
 @data_app.command("get")
 def data_get(
     name: Annotated[str, typer.Argument(metavar="DATASET", help="mnist or cifar100")],
-    data: Annotated[str | None, typer.Option(help="Folder to look in first (default: ONEPASS_DATA).")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder to look in first (default: ONEPASS_DATA).")
+    ] = None,
 ) -> None:
     """Find a data set, or fetch it into the cache, and check it."""
     from onepass.studies import fetch
@@ -334,7 +434,9 @@ def main(arguments: list[str] | None = None) -> None:
                 _unforeseen(stop.__cause__)
             sys.exit(130)
         except Exception as error:
-            usage = getattr(error, "format_message", None)  # what typer raises for unknown options and the like
+            usage = getattr(
+                error, "format_message", None
+            )  # what typer raises for unknown options and the like
             if usage is not None:
                 _complain(f"{usage()} (see onepass --help)", 2)
             _unforeseen(error)
@@ -345,23 +447,34 @@ def _unforeseen(error: Exception) -> NoReturn:
     if os.environ.get(TRACEBACK):
         raise error
     what = f"{type(error).__name__}: {shortened(first_line(error), 200)}"
-    _complain(f"this was not foreseen ({what}): give the command again with {TRACEBACK}=1 in the environment to see where it happened", 1)
+    _complain(
+        f"this was not foreseen ({what}): give the command again with {TRACEBACK}=1 in the environment to see where it happened",
+        1,
+    )
 
 
 def _check_current_folder() -> None:
     try:
         os.getcwd()
     except OSError as reason:  # torch could not even be imported there
-        raise InputError(f"the current folder cannot be used ({reason.strerror}): change to another one") from None
+        raise InputError(
+            f"the current folder cannot be used ({reason.strerror}): change to another one"
+        ) from None
 
 
 def _refuse_empty(arguments: list[str]) -> None:
     """An empty argument is mostly a variable that is not set; as a path it is the current folder."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        option, joined, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
-        if joined and not value.strip() and option not in ("--methods", "--runs"):  # have their own sentences
+        option, joined, value = (
+            argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        )
+        if (
+            joined and not value.strip() and option not in ("--methods", "--runs")
+        ):  # have their own sentences
             what = option if option.startswith("-") else "an argument"
-            raise InputError(f"{what} is empty: give it a value (is a variable not set?); the current folder is '.'")
+            raise InputError(
+                f"{what} is empty: give it a value (is a variable not set?); the current folder is '.'"
+            )
 
 
 def _complain(sentence: str, code: int) -> NoReturn:

@@ -54,7 +54,11 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
     """
     names = sorted(valid)
     near = get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'? (valid: {', '.join(names)})" if near else f"choose one of {', '.join(names)}"
+    hint = (
+        f"did you mean '{near[0]}'? (valid: {', '.join(names)})"
+        if near
+        else f"choose one of {', '.join(names)}"
+    )
     return InputError(f"unknown {kind} '{shortened(name, LONGEST // 2)}': {hint}")
 
 
@@ -89,9 +93,13 @@ def one_line(sentence: str) -> str:
     ('there is no a\\\\nb', 204)
     """
     if not sentence.isprintable():
-        sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+        sentence = "".join(
+            c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence
+        )
     if len(sentence) > LONGEST:
-        sentence = re.sub(rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence)
+        sentence = re.sub(
+            rf"\S{{{LONGEST + 1},}}", lambda found: shortened(found[0], LONGEST // 2), sentence
+        )
     return shortened(sentence, MOST - 2)
 
 
@@ -112,5 +120,7 @@ def shown(value: object) -> str:
     """
     try:
         return shortened(" ".join(repr(value).split()), 100)
-    except Exception:  # Python writes no number of thousands of digits, and a repr may raise anything
+    except (
+        Exception
+    ):  # Python writes no number of thousands of digits, and a repr may raise anything
         return f"a value of type {type(value).__name__}"

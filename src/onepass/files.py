@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from onepass.devices import is_device, pour
 from onepass.errors import InputError
 from onepass.interrupts import Opened
+from onepass.special_files import is_device, pour
 
 LONGEST_HEADER = 2**22  # bytes: a fleet has some thousand tensors
 TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
@@ -35,7 +35,9 @@ class StorageError(InputError):
 
 def cannot_write(path: Path, reason: Exception) -> StorageError:
     why = getattr(reason, "strerror", None) or str(reason)
-    return StorageError(f"cannot write {path} ({why}): make room or choose another place, and give the same command again; what is finished is kept")
+    return StorageError(
+        f"cannot write {path} ({why}): make room or choose another place, and give the same command again; what is finished is kept"
+    )
 
 
 def check_writable(path: Path) -> None:
@@ -157,7 +159,9 @@ def resolved(path: Path) -> Path:
     try:
         return path.resolve()
     except RuntimeError:  # what Python 3.11 makes of a loop
-        raise InputError(f"cannot follow {path} (its links lead in a circle): choose another place") from None
+        raise InputError(
+            f"cannot follow {path} (its links lead in a circle): choose another place"
+        ) from None
     except (OSError, ValueError) as reason:
         why = getattr(reason, "strerror", None) or reason
         raise InputError(f"cannot follow {path} ({why}): choose another place") from None

@@ -19,7 +19,14 @@ from types import FrameType
 from typing import Any
 
 # Those whose handlers commonly raise, or save what there is (schedulers of clusters send them in time).
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGALRM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 _depth = 0  # how many `Held` the main thread is in
 _open = False  # is it in `Opened` inside them?

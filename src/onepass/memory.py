@@ -13,10 +13,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from onepass.draws import Ahead, Purpose, Source, uniform_at
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError, unknown
-from onepass.streams.batch import Batch
+from onepass.random_numbers import Purpose, RandomNumbers, SampleCache, uniform_at
 
 Policy = Literal["class-reservoir", "ring", "reservoir"]
 Chooser = Callable[[int], Tensor]  # what the next n steps choose, [R, n, …]
@@ -45,28 +45,44 @@ class EpisodicMemory:
         with_replacement: bool = False,
     ) -> None:
         if budget < 1 or tasks < 1:
-            raise InputError(f"an episodic memory needs room for at least one example a task and one task, got {budget} and {tasks}")
+            raise InputError(
+                f"an episodic memory needs room for at least one example a task and one task, got {budget} and {tasks}"
+            )
         if policy not in get_args(Policy):
             raise unknown("memory policy", policy, get_args(Policy))
         most = max(len(row) for row in fleet.slots.table)
         if include_current and policy != "reservoir" and budget < most:
-            raise InputError(f"a memory that shows the current task needs room for one example a class: at least {most} a task, got {budget}")
+            raise InputError(
+                f"a memory that shows the current task needs room for one example a class: at least {most} a task, got {budget}"
+            )
         self.fleet = fleet
         self.tasks, self.budget = tasks, budget
-        self.policy, self.include_current, self.with_replacement = policy, include_current, with_replacement
+        self.policy, self.include_current, self.with_replacement = (
+            policy,
+            include_current,
+            with_replacement,
+        )
         self.sizes = [0] * fleet.runs  # visible examples of each run, as the host knows them
         self._counts: list[list[int]] = []  # and of each past task and run
-        self._x: Tensor | None = None  # [R, T·budget + 1, …]: past tasks, then the current one; the last place takes what is thrown away
-        self._slots = torch.zeros(fleet.runs, tasks * budget + 1, dtype=torch.int64, device=fleet.device)
+        self._x: Tensor | None = (
+            None  # [R, T·budget + 1, …]: past tasks, then the current one; the last place takes what is thrown away
+        )
+        self._slots = torch.zeros(
+            fleet.runs, tasks * budget + 1, dtype=torch.int64, device=fleet.device
+        )
         self._task = torch.full_like(self._slots, -1)
         self._rows = torch.arange(fleet.runs, device=fleet.device)[:, None]
-        self._start = torch.zeros(fleet.runs, 1, dtype=torch.int64, device=fleet.device)  # where the current task begins
-        self._reference = Source(fleet.seeds, Purpose.REFERENCE)
+        self._start = torch.zeros(
+            fleet.runs, 1, dtype=torch.int64, device=fleet.device
+        )  # where the current task begins
+        self._reference = RandomNumbers(fleet.seeds, Purpose.REFERENCE)
         self._waiting: list[tuple[Batch, Tensor]] = []
-        self._ahead = Ahead(self._reference)
+        self._ahead = SampleCache(self._reference)
         self._asked: Hashable = None  # in the last look-up
         self._chooser: Chooser | None = None  # that it had
-        self._found: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # places for what steps to come look up, and the ones in use
+        self._found: dict[
+            torch.Size, tuple[Tensor, Tensor]
+        ] = {}  # places for what steps to come look up, and the ones in use
         self._ready: tuple[Tensor, Tensor] | None = None
         self._turn: int | None = None  # the step of a stretch that is being captured
         self.begin_task(0)
@@ -80,13 +96,17 @@ class EpisodicMemory:
         share, rest = divmod(self.budget, len(classes))
         device = self.fleet.device
         self._quota = torch.tensor([share + (c < rest) for c in range(len(classes))], device=device)
-        self._group = torch.zeros(self.fleet.slots.count, dtype=torch.int64, device=device)  # which reservoir a slot belongs to
+        self._group = torch.zeros(
+            self.fleet.slots.count, dtype=torch.int64, device=device
+        )  # which reservoir a slot belongs to
         if self.policy != "reservoir":
             self._group[list(classes)] = torch.arange(len(classes), device=device)
-        self._luck = Source(self.fleet.seeds, Purpose.RESERVOIR).key(task)
+        self._random = RandomNumbers(self.fleet.seeds, Purpose.RESERVOIR).key(task)
         self._seen = torch.zeros(self.fleet.runs, len(classes), dtype=torch.int64, device=device)
         self._filled = torch.zeros_like(self._start)
-        self._place = torch.zeros(self.fleet.runs, len(classes) * (share + 1) + 1, dtype=torch.int64, device=device)  # of a reservoir's entries
+        self._place = torch.zeros(
+            self.fleet.runs, len(classes) * (share + 1) + 1, dtype=torch.int64, device=device
+        )  # of a reservoir's entries
 
     def observe(self, batch: Batch) -> None:
         """Offer a batch of the current task, example by example in effect; no question is asked of the device."""
@@ -108,13 +128,21 @@ class EpisodicMemory:
             return
         batches, masks = zip(*self._waiting, strict=True)
         self._waiting = []
-        x, slots, real = torch.cat([b.x for b in batches], 1), torch.cat([b.slots for b in batches], 1), torch.cat(masks, 1)
+        x, slots, real = (
+            torch.cat([b.x for b in batches], 1),
+            torch.cat([b.slots for b in batches], 1),
+            torch.cat(masks, 1),
+        )
         trash, count = self.tasks * self.budget, x.shape[1]
         if self._x is None:
             self._x = x.new_zeros(self.fleet.runs, trash + 1, *x.shape[2:])
         group = self._group[slots]
-        mine = (group[..., None] == torch.arange(len(self._quota), device=x.device)) & real[..., None]  # [R, B, reservoirs]
-        order = (self._seen[:, None] + mine.cumsum(1)).gather(2, group[..., None])[..., 0] - 1  # the how-manieth of its reservoir, from 0
+        mine = (group[..., None] == torch.arange(len(self._quota), device=x.device)) & real[
+            ..., None
+        ]  # [R, B, reservoirs]
+        order = (self._seen[:, None] + mine.cumsum(1)).gather(2, group[..., None])[
+            ..., 0
+        ] - 1  # the how-manieth of its reservoir, from 0
         quota = self._quota[group]
         fresh = real & (order < quota)
         if self.policy == "ring":
@@ -123,14 +151,16 @@ class EpisodicMemory:
             # Algorithm R: example n (from 0) takes a uniform place among n + 1, and stays if that is one of the reservoir's. The draw
             # belongs to the example's number in the task, so it does not depend on batches.
             number = self._seen.sum(1, keepdim=True) + real.cumsum(1) - 1
-            entry = (uniform_at(self._luck, number) * (order + 1)).long()
+            entry = (uniform_at(self._random, number) * (order + 1)).long()
         kept = real & (fresh | (entry < quota)) & (quota > 0)
         entry = torch.where(fresh, order, entry)
         address = group * ((self._place.shape[1] - 1) // len(self._quota)) + entry
         place = self._start + self._filled + fresh.cumsum(1) - 1
         nowhere = self._place.shape[1] - 1
         self._place.scatter_(1, torch.where(fresh, address, nowhere), place)
-        target = torch.where(kept, self._place.gather(1, torch.where(kept, address, nowhere)), trash)
+        target = torch.where(
+            kept, self._place.gather(1, torch.where(kept, address, nowhere)), trash
+        )
         # Of several examples for one place the last one stays.
         turn = torch.arange(count, device=x.device).expand_as(target)
         last = torch.full_like(self._slots, -1).scatter_reduce(1, target, turn, "amax")
@@ -166,23 +196,36 @@ class EpisodicMemory:
         """All that is kept of one past task a run: `tasks[r]` in row `r`."""
         assert self._x is not None
         counts = [self._counts[task][r] for r, task in enumerate(tasks)]
-        starts = [sum(self._counts[earlier][r] for earlier in range(task)) for r, task in enumerate(tasks)]
+        starts = [
+            sum(self._counts[earlier][r] for earlier in range(task)) for r, task in enumerate(tasks)
+        ]
         width = max(counts)
         if len(set(starts)) == 1:
             piece = slice(starts[0], starts[0] + width)
             return Batch(self._x[:, piece], self._slots[:, piece], tuple(counts))
-        index = torch.tensor(starts)[:, None] + torch.arange(width) % torch.tensor(counts).clamp(min=1)[:, None]
+        index = (
+            torch.tensor(starts)[:, None]
+            + torch.arange(width) % torch.tensor(counts).clamp(min=1)[:, None]
+        )
         return self._take(index.to(self.fleet.device, non_blocking=True), tuple(counts))
 
     def of_chosen(self, choose: Chooser) -> Batch:
         """`of` the tasks that `choose(1)` names, `[R, 1]`; `choose(n)` names those of the next n steps, this one included."""
-        return self._look_up("task", lambda: self.of(choose(1)[:, 0].tolist()), lambda steps: self._places(choose(steps)))
+        return self._look_up(
+            "task",
+            lambda: self.of(choose(1)[:, 0].tolist()),
+            lambda steps: self._places(choose(steps)),
+        )
 
     def _places(self, chosen: Tensor) -> Tensor:
         """Where that lies which is kept of the tasks chosen for each run and step, as much of every task: `[R, steps, n]`."""
         size = self._counts[0][0]
         index = size * chosen[..., None] + torch.arange(size)
-        return index.pin_memory().to(self.fleet.device, non_blocking=True) if self.fleet.device.type == "cuda" else index
+        return (
+            index.pin_memory().to(self.fleet.device, non_blocking=True)
+            if self.fleet.device.type == "cuda"
+            else index
+        )
 
     def drawn(self, count: int) -> int:
         """How many examples `draw(count)` has at most."""
@@ -198,21 +241,35 @@ class EpisodicMemory:
         if max(self.sizes) == 0:
             return None
         if self.with_replacement:
-            return self._look_up(count, lambda: self._repeating(count), lambda steps: self._repeating_ahead(count, steps))
+            return self._look_up(
+                count,
+                lambda: self._repeating(count),
+                lambda steps: self._repeating_ahead(count, steps),
+            )
         if max(self.sizes) <= count:
-            return Batch(self._x[:, : max(self.sizes)], self._slots[:, : max(self.sizes)], tuple(self.sizes))
-        return self._look_up(count, lambda: self._drawn(count), lambda steps: self._choose_ahead(count, steps))
+            return Batch(
+                self._x[:, : max(self.sizes)], self._slots[:, : max(self.sizes)], tuple(self.sizes)
+            )
+        return self._look_up(
+            count, lambda: self._drawn(count), lambda steps: self._choose_ahead(count, steps)
+        )
 
     def _repeating(self, count: int) -> Batch:
-        return self._take(self._repeating_ahead(count, 1)[:, 0], tuple(count if n else 0 for n in self.sizes))
+        return self._take(
+            self._repeating_ahead(count, 1)[:, 0], tuple(count if n else 0 for n in self.sizes)
+        )
 
     def _repeating_ahead(self, count: int, steps: int) -> Tensor:
         at = (self.fleet.step[:, None] + torch.arange(steps, device=self.fleet.device)).flatten()
-        luck = self._reference.spread(steps).uniform(at, count).view(self.fleet.runs, steps, count)
-        return (luck * self._start[..., None]).long()
+        uniform = (
+            self._reference.spread(steps).uniform(at, count).view(self.fleet.runs, steps, count)
+        )
+        return (uniform * self._start[..., None]).long()
 
     def _drawn(self, count: int) -> Batch:
-        population = [max(n, count) for n in self.sizes]  # a row with fewer takes its first places below
+        population = [
+            max(n, count) for n in self.sizes
+        ]  # a row with fewer takes its first places below
         index = self._choose(population, count)
         if min(self.sizes) < count:
             few = torch.tensor([n < count for n in self.sizes], device=index.device)[:, None]
@@ -249,7 +306,9 @@ class EpisodicMemory:
             self._asked, self._chooser = asked, ahead
             return now()
         if self._ready is None or asked != self._asked:
-            raise RuntimeError("a step asks the episodic memory for something else than the one before")
+            raise RuntimeError(
+                "a step asks the episodic memory for something else than the one before"
+            )
         x, slots = self._ready
         return Batch(x[:, self._turn], slots[:, self._turn])
 
@@ -260,9 +319,14 @@ class EpisodicMemory:
         index = self._chooser(steps)
         assert self._x is not None
         if index.shape not in self._found:
-            self._found[index.shape] = self._x.new_empty(*index.shape, *self._x.shape[2:]), self._slots.new_empty(index.shape)
+            self._found[index.shape] = (
+                self._x.new_empty(*index.shape, *self._x.shape[2:]),
+                self._slots.new_empty(index.shape),
+            )
         self._ready = x, slots = self._found[index.shape]
-        torch.index_select(self._x.flatten(0, 1), 0, self._flat(index.flatten(1)), out=x.flatten(0, 2))
+        torch.index_select(
+            self._x.flatten(0, 1), 0, self._flat(index.flatten(1)), out=x.flatten(0, 2)
+        )
         torch.gather(self._slots, 1, index.flatten(1), out=slots.flatten(1))
 
     @contextmanager
@@ -283,7 +347,10 @@ class EpisodicMemory:
         # are repeated as evenly as can be; beyond that, independent draws.
         size = self._start + self._filled
         turn = torch.arange(count, device=size.device)
-        return self._take(torch.where(size > count, self._independent(size, count), turn % size.clamp(min=1)), None)
+        return self._take(
+            torch.where(size > count, self._independent(size, count), turn % size.clamp(min=1)),
+            None,
+        )
 
     def _independent(self, size: Tensor, count: int) -> Tensor:
         return (self._reference.uniform(self.fleet.step, count) * size).long()
@@ -303,12 +370,21 @@ class EpisodicMemory:
             return None
         n = self.tasks * self.budget if room else max(self.sizes)
         behind = torch.arange(n, device=self.fleet.device) >= self._start
-        return Batch(self._x[:, :n], self._slots[:, :n], tuple(self.sizes)), self._task[:, :n].masked_fill(behind, -1)
+        return Batch(self._x[:, :n], self._slots[:, :n], tuple(self.sizes)), self._task[
+            :, :n
+        ].masked_fill(behind, -1)
 
     def state(self) -> dict[str, Tensor]:
         """The examples and everything that decides which ones come next."""
         self._store()
-        tensors = {"slots": self._slots, "task": self._task, "start": self._start, "seen": self._seen, "filled": self._filled, "place": self._place}
+        tensors = {
+            "slots": self._slots,
+            "task": self._task,
+            "start": self._start,
+            "seen": self._seen,
+            "filled": self._filled,
+            "place": self._place,
+        }
         return tensors if self._x is None else tensors | {"x": self._x}
 
     def restore(self, state: Mapping[str, Tensor], task: int) -> None:
@@ -316,7 +392,9 @@ class EpisodicMemory:
         self.begin_task(task)
         for name, fresh in self.state().items():
             if state[name].shape != fresh.shape or state[name].dtype != fresh.dtype:
-                raise ValueError(f"the memory's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}")
+                raise ValueError(
+                    f"the memory's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}"
+                )
         if "x" in state and state["x"].shape[:2] != self._slots.shape:
             raise ValueError(f"the memory's examples have the shape {tuple(state['x'].shape)}")
         for name, tensor in state.items():

@@ -26,8 +26,12 @@ class Record:
     accuracy: Array  # a[k, j] at task ends, [T, T]; [1, T] for a joined pass
     initial: Array  # accuracy on each task before any training, [T]
     curve: Array  # [T, β + 1]; empty for a joined pass
-    memory_accuracy: Array | None  # m[k, j] on the episodic memory of task j ≤ k, NaN above; None without a memory
-    violations: list[int] | None  # steps whose constraint was violated, a task; None without a constraint
+    memory_accuracy: (
+        Array | None
+    )  # m[k, j] on the episodic memory of task j ≤ k, NaN above; None without a memory
+    violations: (
+        list[int] | None
+    )  # steps whose constraint was violated, a task; None without a constraint
     seconds: float  # of training, without evaluation: this run's share of its fleet's time
     state_bytes: int  # parameters, buffers, the method's state and its memory
     diverged: bool
@@ -36,7 +40,9 @@ class Record:
     def same_as(self, other: Record) -> bool:
         """Bit by bit the same result; what it cost (seconds, bytes) does not count."""
         return all(
-            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in ("seconds", "state_bytes", "state_by_task")
+            _same(getattr(self, f.name), getattr(other, f.name))
+            for f in fields(self)
+            if f.name not in ("seconds", "state_bytes", "state_by_task")
         )
 
 
@@ -118,13 +124,21 @@ def select(records: Sequence[Record]) -> dict[str, float]:
     """
     scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
     for record in records:
-        score = -np.inf if record.diverged else np.nan_to_num(average_accuracy(record.accuracy), nan=-np.inf)
+        score = (
+            -np.inf
+            if record.diverged
+            else np.nan_to_num(average_accuracy(record.accuracy), nan=-np.inf)
+        )
         scores.setdefault(tuple(sorted(record.hyperparameters.items())), []).append(score)
     means = {point: float(np.mean(values)) for point, values in scores.items()}
     best = max(means, key=lambda point: means[point])
     if means[best] == -np.inf:
-        raise InputError("every grid point diverged in cross-validation: add smaller learning rates or strengths to the grid")
-    return next(dict(r.hyperparameters) for r in records if tuple(sorted(r.hyperparameters.items())) == best)
+        raise InputError(
+            "every grid point diverged in cross-validation: add smaller learning rates or strengths to the grid"
+        )
+    return next(
+        dict(r.hyperparameters) for r in records if tuple(sorted(r.hyperparameters.items())) == best
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +175,9 @@ def metrics(record: Record) -> Metrics:
         return Metrics(*(None,) * 11)
     a, m = record.accuracy, record.memory_accuracy
     sequential = len(a) == a.shape[1] and len(a) > 1
-    remembered = m is not None and sequential and not np.isnan(m[-1]).any()  # NaN: a budget too small for any example of a task
+    remembered = (
+        m is not None and sequential and not np.isnan(m[-1]).any()
+    )  # NaN: a budget too small for any example of a task
     return Metrics(
         A_T=average_accuracy(a),
         F_T=forgetting(a) if sequential else None,

@@ -22,8 +22,12 @@ class OutputError(InputError):
     """Standard output takes nothing more."""
 
     def __init__(self, reason: OSError) -> None:
-        super().__init__(f"cannot write to standard output ({reason.strerror or reason}): make room, or direct it to another place")
-        self.closed = reason.errno == errno.EPIPE  # by a reader that has seen enough, such as `head`
+        super().__init__(
+            f"cannot write to standard output ({reason.strerror or reason}): make room, or direct it to another place"
+        )
+        self.closed = (
+            reason.errno == errno.EPIPE
+        )  # by a reader that has seen enough, such as `head`
 
 
 def _replacement(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -78,7 +82,10 @@ def guarded() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="onepass")
-    streams = [stream and _Stream(stream, quiet) for stream, quiet in zip(before, (False, True), strict=True)]
+    streams = [
+        stream and _Stream(stream, quiet)
+        for stream, quiet in zip(before, (False, True), strict=True)
+    ]
     sys.stdout, sys.stderr = streams
     try:
         yield
@@ -101,6 +108,11 @@ def forget_odd_sizes() -> None:
     """A terminal has the size that it has, unless `COLUMNS` and `LINES` name a possible one."""
     for name in ("COLUMNS", "LINES"):
         value = os.environ.get(name, "")
-        possible = value.isascii() and value.isdecimal() and len(value) <= len(str(WIDEST)) and int(value) > 0
+        possible = (
+            value.isascii()
+            and value.isdecimal()
+            and len(value) <= len(str(WIDEST))
+            and int(value) > 0
+        )
         if value and not (possible and (name == "LINES" or int(value) >= NARROWEST)):
             del os.environ[name]

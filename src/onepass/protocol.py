@@ -18,8 +18,9 @@ from torch import Tensor
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.precision import products
-from onepass.engine.replays import Replays
+from onepass.engine.step_graphs import StepGraphs
 from onepass.errors import first_line, is_out_of_memory
+from onepass.feed import Feed
 from onepass.learners import Method
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory, Policy
@@ -30,7 +31,6 @@ from onepass.models.norm import Constants
 from onepass.models.resnet import Stem
 from onepass.recording import BETA, Recorder
 from onepass.streams.base import Part, Stream
-from onepass.streams.feed import Feed
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,11 @@ class Keeper(Protocol):
     """Somebody who keeps snapshots. Training goes on in the tensors of a snapshot, so `keep` copies them."""
 
     def last(self) -> Snapshot | None: ...
-    def due(self, batches: int, since: int) -> bool: ...  # asked after batches `since` + 1 to `batches` of a task, and with 0, 0 between tasks
+    def due(
+        self, batches: int, since: int
+    ) -> (
+        bool
+    ): ...  # asked after batches `since` + 1 to `batches` of a task, and with 0, 0 between tasks
     def keep(self, snapshot: Snapshot) -> None: ...
 
 
@@ -117,15 +121,23 @@ def train(
     often as it likes; if it has one already, training goes on from there and ends bit-identical too.
     """
     on_gpu = torch.device(device).type == "cuda"
-    with torch.cuda.device(device) if on_gpu else nullcontext(), products(torch.device(device), tf32=setup.tf32, tried=TRIED):
+    with (
+        torch.cuda.device(device) if on_gpu else nullcontext(),
+        products(torch.device(device), tf32=setup.tf32, tried=TRIED),
+    ):
         feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
         record = Recorder(fleet, learner, feed, evaluate)
         saved = keeper.last() if keeper is not None else None
         if saved is not None and not _restored(saved, feed, fleet, learner, record):
             saved = None
-            feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
+            feed, fleet, learner = assemble(
+                stream, part, method, runs, setup, options, device=device
+            )
             record = Recorder(fleet, learner, feed, evaluate)
-        learn, look_again = Replays(fleet, learner), Replays(fleet, learner, learner.look_again)
+        learn, look_again = (
+            StepGraphs(fleet, learner),
+            StepGraphs(fleet, learner, learner.look_again),
+        )
         first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
         if saved is None:
             record.begin()
@@ -143,14 +155,20 @@ def train(
             record.begin_task(phase, skip)
             record.clock.start()
             number = skip
-            for batches, steps in feed.stretches(phase, skip, lambda done, left: learn.stretch(left if done >= BETA else 1)):
+            for batches, steps in feed.stretches(
+                phase, skip, lambda done, left: learn.stretch(left if done >= BETA else 1)
+            ):
                 learn(batches, steps)
                 number += steps
                 if number <= BETA:
                     with record.clock.paused():
                         record.after_batch(number, batches)
                 if progress is not None:
-                    progress(sum(n > 0 for n in batches.sizes) if batches.sizes is not None else steps * fleet.runs)
+                    progress(
+                        sum(n > 0 for n in batches.sizes)
+                        if batches.sizes is not None
+                        else steps * fleet.runs
+                    )
                 keep_if_due(phase, number, number - steps)
             if learner.needs_review:
                 _review(learner, feed, phase, look_again)
@@ -165,7 +183,7 @@ def train(
         return record.records([(run.seed, run.hyperparameters) for run in runs])
 
 
-def _review(learner: Learner, feed: Feed, phase: int, look_again: Replays) -> None:
+def _review(learner: Learner, feed: Feed, phase: int, look_again: StepGraphs) -> None:
     if type(learner).review is not Learner.review:
         learner.review(feed.batches(phase))
         return
@@ -175,23 +193,46 @@ def _review(learner: Learner, feed: Feed, phase: int, look_again: Replays) -> No
     learner.end_review()
 
 
-def _snapshot(phase: int, batches: int, fleet: Fleet, learner: Learner, record: Recorder) -> Snapshot:
+def _snapshot(
+    phase: int, batches: int, fleet: Fleet, learner: Learner, record: Recorder
+) -> Snapshot:
     memory = learner.memory
-    parts = {"fleet": fleet.state(), "learner": learner.state(), "memory": memory.state() if memory else {}, "record": record.state()}
-    tensors = {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()}
-    numbers = {"fleet": fleet.counters(), "learner": learner.counters(), "record": record.counters(), "task": memory.task if memory else None}
+    parts = {
+        "fleet": fleet.state(),
+        "learner": learner.state(),
+        "memory": memory.state() if memory else {},
+        "record": record.state(),
+    }
+    tensors = {
+        f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()
+    }
+    numbers = {
+        "fleet": fleet.counters(),
+        "learner": learner.counters(),
+        "record": record.counters(),
+        "task": memory.task if memory else None,
+    }
     return Snapshot(phase, batches, tensors, numbers)
 
 
-def _restored(saved: Snapshot, feed: Feed, fleet: Fleet, learner: Learner, record: Recorder) -> bool:
+def _restored(
+    saved: Snapshot, feed: Feed, fleet: Fleet, learner: Learner, record: Recorder
+) -> bool:
     """Go on from a snapshot, or say why not: with the right name and hash it may hold anything."""
     try:
-        if not 0 <= saved.phase < feed.phases or not 0 <= saved.batches <= max(-(-n // feed.batch_size) for n in feed.lengths(saved.phase)):
+        if not 0 <= saved.phase < feed.phases or not 0 <= saved.batches <= max(
+            -(-n // feed.batch_size) for n in feed.lengths(saved.phase)
+        ):
             raise ValueError("the stream has no such place")
         counted = [count for part in ("fleet", "learner") for count in saved.numbers[part].values()]
         # Tensors that are empty before the first task grow with the tasks.
-        sized = {f"learner.{name}": tensor for name, tensor in learner.state().items() if tensor.numel()}
-        if any(type(count) is not int or not 0 <= count < 2**31 for count in counted) or not _shapes(sized).items() <= _shapes(saved.tensors).items():
+        sized = {
+            f"learner.{name}": tensor for name, tensor in learner.state().items() if tensor.numel()
+        }
+        if (
+            any(type(count) is not int or not 0 <= count < 2**31 for count in counted)
+            or not _shapes(sized).items() <= _shapes(saved.tensors).items()
+        ):
             raise ValueError("its method has other tensors or numbers")
         _restore(saved, fleet, learner, record)
         now = _snapshot(saved.phase, saved.batches, fleet, learner, record)
@@ -200,7 +241,10 @@ def _restored(saved: Snapshot, feed: Feed, fleet: Fleet, learner: Learner, recor
     except Exception as reason:
         if is_out_of_memory(reason):
             raise
-        log.warning("a checkpoint is not used, and its runs begin anew: it does not fit them (%s)", first_line(reason))
+        log.warning(
+            "a checkpoint is not used, and its runs begin anew: it does not fit them (%s)",
+            first_line(reason),
+        )
         return False
     return True
 
@@ -211,9 +255,15 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: Recorder) -> None:
     def part(name: str) -> dict[str, Tensor]:
-        return {key.removeprefix(f"{name}."): tensor for key, tensor in saved.tensors.items() if key.startswith(f"{name}.")}
+        return {
+            key.removeprefix(f"{name}."): tensor
+            for key, tensor in saved.tensors.items()
+            if key.startswith(f"{name}.")
+        }
 
-    learner.restore(part("learner"), saved.numbers["learner"])  # first, since a learner may have to rebuild the fleet's architecture
+    learner.restore(
+        part("learner"), saved.numbers["learner"]
+    )  # first, since a learner may have to rebuild the fleet's architecture
     fleet.restore(part("fleet"), saved.numbers["fleet"])
     if learner.memory is not None:
         learner.memory.restore(part("memory"), saved.numbers["task"])
@@ -232,7 +282,15 @@ def assemble(
 ) -> tuple[Feed, Fleet, Learner]:
     """The feed, fleet and learner of some runs, before their first step."""
     seeds = [run.seed for run in runs]
-    feed = Feed(stream, part, seeds, setup.batch_size, device=device, joined=method.joined, union_softmax=setup.union_softmax)
+    feed = Feed(
+        stream,
+        part,
+        seeds,
+        setup.batch_size,
+        device=device,
+        joined=method.joined,
+        union_softmax=setup.union_softmax,
+    )
     pool, network, outputs = stream.pool.on(device), setup.model(), feed.slots.count
     fleet = Fleet(
         lambda: network.build(pool.x.shape[1], pool.shape, outputs),
@@ -243,7 +301,10 @@ def assemble(
         prepare=pool.prepare_images if network.convolutional else pool.prepare,
         gradients=setup.gradients,
     )
-    columns = {name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device) for name in method.learner.hyperparameters}
+    columns = {
+        name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device)
+        for name in method.learner.hyperparameters
+    }
     memory = None
     if method.learner.needs_memory:
         memory = EpisodicMemory(

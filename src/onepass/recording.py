@@ -11,14 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
+from onepass.feed import Feed
 from onepass.learners.base import Learner
 from onepass.metrics import Array, Record
-from onepass.streams.batch import Batch
-from onepass.streams.feed import Feed
 
 BETA = 10  # the learning curve is recorded for this many batches of each task
-EVALUATE_AT_ONCE = {"cpu": 2_000, "cuda": 2**28}  # test examples of a run in one forward pass, or numbers that enter it, of all runs
+EVALUATE_AT_ONCE = {
+    "cpu": 2_000,
+    "cuda": 2**28,
+}  # test examples of a run in one forward pass, or numbers that enter it, of all runs
 
 
 def at_once(fleet: Fleet, batch: Batch) -> int:
@@ -29,8 +32,13 @@ def at_once(fleet: Fleet, batch: Batch) -> int:
 
 def answers(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
     """Which examples are answered right, `[R, n]`; nothing waits for the device."""
-    pieces = [batch.piece(start, start + at_once(fleet, batch)) for start in range(0, batch.x.shape[1], at_once(fleet, batch))]
-    return torch.cat([fleet.competition.correct(learner.scores(piece), piece.slots) for piece in pieces], 1)
+    pieces = [
+        batch.piece(start, start + at_once(fleet, batch))
+        for start in range(0, batch.x.shape[1], at_once(fleet, batch))
+    ]
+    return torch.cat(
+        [fleet.competition.correct(learner.scores(piece), piece.slots) for piece in pieces], 1
+    )
 
 
 def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
@@ -43,7 +51,9 @@ def share(right: Tensor, sizes: Sequence[int] | None) -> Tensor:
     if sizes is None:
         return right.sum(1).double() / right.shape[1]
     counts = torch.tensor(sizes, device=right.device)
-    return (right & (torch.arange(right.shape[1], device=right.device) < counts[:, None])).sum(1).double() / counts
+    return (right & (torch.arange(right.shape[1], device=right.device) < counts[:, None])).sum(
+        1
+    ).double() / counts
 
 
 class Clock:
@@ -80,11 +90,21 @@ def _array(tensor: Tensor) -> Array:
 
 
 def _check_counters(counters: Mapping[str, Any], runs: int) -> None:
-    violations, diverged, seconds, sizes = (counters[name] for name in ("violations", "diverged", "seconds", "state_bytes"))
+    violations, diverged, seconds, sizes = (
+        counters[name] for name in ("violations", "diverged", "seconds", "state_bytes")
+    )
     whole = [count for row in [*violations, sizes] for count in row]
-    if len(violations) != runs or len(diverged) != runs or any(type(count) is not int or count < 0 for count in whole):
+    if (
+        len(violations) != runs
+        or len(diverged) != runs
+        or any(type(count) is not int or count < 0 for count in whole)
+    ):
         raise ValueError("what was counted is not of these runs")
-    if any(type(one) is not bool for one in diverged) or type(seconds) is not float or not 0 <= seconds < float("inf"):
+    if (
+        any(type(one) is not bool for one in diverged)
+        or type(seconds) is not float
+        or not 0 <= seconds < float("inf")
+    ):
         raise ValueError("what was measured is not of these runs")
 
 
@@ -108,18 +128,32 @@ class Recorder:
         self._initial = self._on_all_tasks()
 
     def state(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(getattr(self, f"_{name}")) for name in ("accuracy", "curve", "memory", "initial")}
+        return {
+            name: torch.from_numpy(getattr(self, f"_{name}"))
+            for name in ("accuracy", "curve", "memory", "initial")
+        }
 
     def counters(self) -> dict[str, Any]:
-        return {"violations": self._violations, "diverged": self.diverged, "seconds": self.clock.seconds, "state_bytes": self._state_bytes}
+        return {
+            "violations": self._violations,
+            "diverged": self.diverged,
+            "seconds": self.clock.seconds,
+            "state_bytes": self._state_bytes,
+        }
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         for name, fresh in self.state().items():
             if state[name].shape != fresh.shape or state[name].dtype != fresh.dtype:
-                raise ValueError(f"the record's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}")
+                raise ValueError(
+                    f"the record's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}"
+                )
             setattr(self, f"_{name}", state[name].numpy())
         _check_counters(counters, self.fleet.runs)
-        self._violations, self.diverged, self.clock.seconds = counters["violations"], counters["diverged"], counters["seconds"]
+        self._violations, self.diverged, self.clock.seconds = (
+            counters["violations"],
+            counters["diverged"],
+            counters["seconds"],
+        )
         self._state_bytes = counters["state_bytes"]
 
     def _on_all_tasks(self) -> Array:
@@ -127,8 +161,16 @@ class Recorder:
             return np.full((self.fleet.runs, self.feed.tasks), np.nan)
         found: list[Tensor] = []
         for tests in self._tests():
-            together = tests[0] if len(tests) == 1 else Batch(torch.cat([t.x for t in tests], 1), torch.cat([t.slots for t in tests], 1))
-            right = torch.split_with_sizes(answers(self.fleet, self.learner, together), [t.x.shape[1] for t in tests], 1)
+            together = (
+                tests[0]
+                if len(tests) == 1
+                else Batch(
+                    torch.cat([t.x for t in tests], 1), torch.cat([t.slots for t in tests], 1)
+                )
+            )
+            right = torch.split_with_sizes(
+                answers(self.fleet, self.learner, together), [t.x.shape[1] for t in tests], 1
+            )
             found += [share(mine, test.sizes) for mine, test in zip(right, tests, strict=True)]
         return _array(torch.stack(found, 1))
 
@@ -138,7 +180,9 @@ class Recorder:
         for task in range(self.feed.tasks):
             test = self.feed.test(task)
             alone = self.fleet.device.type == "cpu" or self.learner.answers_by_task
-            if group and (alone or sum(t.x.shape[1] for t in [*group, test]) > at_once(self.fleet, test)):
+            if group and (
+                alone or sum(t.x.shape[1] for t in [*group, test]) > at_once(self.fleet, test)
+            ):
                 yield group
                 group = []
             group.append(test)
@@ -167,13 +211,18 @@ class Recorder:
         if self.learner.violations is not None:
             for row, total in zip(self._violations, self.learner.violations.tolist(), strict=True):
                 row.append(int(total) - sum(row))
-        memory, fixed = self.learner.memory, self.fleet.device.type == "cuda"  # where a new shape costs more than the examples that are none
+        memory, fixed = (
+            self.learner.memory,
+            self.fleet.device.type == "cuda",
+        )  # where a new shape costs more than the examples that are none
         contents = memory.contents(room=fixed) if memory is not None and self.evaluate else None
         if contents is not None:
             batch, owner = contents
             right = answers(self.fleet, self.learner, batch)
             of = [owner == task for task in range(self._phase + 1)]
-            self._memory[:, self._phase, : self._phase + 1] = _array(torch.stack([(right & own).sum(1).double() / own.sum(1) for own in of], 1))
+            self._memory[:, self._phase, : self._phase + 1] = _array(
+                torch.stack([(right & own).sum(1).double() / own.sum(1) for own in of], 1)
+            )
 
     def records(self, runs: Sequence[tuple[int, Mapping[str, float]]]) -> list[Record]:
         """What was recorded of runs with these seeds and hyper-parameters."""

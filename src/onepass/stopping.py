@@ -130,7 +130,9 @@ def end(code: object) -> NoReturn:
 
     From now on SIGTERM alone ends it at once.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what Python does at its end would show a traceback
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # what Python does at its end would show a traceback
     if _abandoned.is_set():
         leave(code if isinstance(code, int) else 0 if code is None else 1)
     sys.exit(code)  # type: ignore[arg-type]
@@ -142,7 +144,9 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             child.kill()
     tracker = _resource_tracker()
-    for pid in _descendants(os.getpid()):  # also those that Python has begun to start and does not know yet
+    for pid in _descendants(
+        os.getpid()
+    ):  # also those that Python has begun to start and does not know yet
         _send(pid, signal.SIGCONT if pid == tracker else signal.SIGKILL)
     wake_helpers()
     kill_fork_server()

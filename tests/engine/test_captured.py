@@ -12,24 +12,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.engine import replays
-from onepass.engine.branches import captured
+from onepass.engine import step_graphs
+from onepass.engine.batch import Batch
+from onepass.engine.cuda_streams import captured
 from onepass.engine.precision import products
-from onepass.engine.replays import Replays
+from onepass.engine.step_graphs import StepGraphs
 from onepass.learners import METHODS, Method
 from onepass.learners.van import Van
 from onepass.metrics import Record
 from onepass.models.norm import Constants
 from onepass.protocol import assemble, train
 from onepass.streams.base import Stream
-from onepass.streams.batch import Batch
 from onepass.studies.checkpoint import Checkpoints
-from replaying import RESIDUAL, SETUP, STREAM, Asking, Counting, Ends, Replacing, Told, digits, runs, same, same_bits
+from replaying import (
+    RESIDUAL,
+    SETUP,
+    STREAM,
+    Asking,
+    Counting,
+    Ends,
+    Replacing,
+    Told,
+    digits,
+    runs,
+    same,
+    same_bits,
+)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
 
 
-class Watched(Replays):
+class Watched(StepGraphs):
     """Counts what is replayed."""
 
     replayed = 0
@@ -39,9 +54,11 @@ class Watched(Replays):
         super()._replay(*arguments)
 
 
-def on_gpu(method: Method, stream: Stream, monkeypatch: pytest.MonkeyPatch, *, capture: bool) -> tuple[list[Record], int]:
+def on_gpu(
+    method: Method, stream: Stream, monkeypatch: pytest.MonkeyPatch, *, capture: bool
+) -> tuple[list[Record], int]:
     Watched.replayed = 0
-    monkeypatch.setattr("onepass.protocol.Replays", Watched)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Watched)
     if not capture:
         monkeypatch.setattr(Watched, "_key", lambda *_: None)
     records = train(stream, "cv", method, runs(method), SETUP, device="cuda")
@@ -50,7 +67,9 @@ def on_gpu(method: Method, stream: Stream, monkeypatch: pytest.MonkeyPatch, *, c
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_steps_end_where_eager_ones_do(method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_steps_end_where_eager_ones_do(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = digits(STREAM.get(method, "permuted-digits"))
     with caplog.at_level(logging.WARNING):
         captured, replayed = on_gpu(METHODS[method], stream, monkeypatch, capture=True)
@@ -70,12 +89,22 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
     found, setup, ends = METHODS[method], replace(RESIDUAL, batch_norm=norm), (Ends(), Ends())
     for keeper, capture in zip(ends, (True, False), strict=True):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-            patch.setattr("onepass.protocol.TRIED", 0)  # whatever is fastest now may not be so again
-            patch.setattr("onepass.protocol.Replays", Watched)
+            patch.setattr(
+                "onepass.protocol.TRIED", 0
+            )  # whatever is fastest now may not be so again
+            patch.setattr("onepass.protocol.StepGraphs", Watched)
             patch.setattr(Watched, "replayed", 0)
             if not capture:
                 patch.setattr(Watched, "_key", lambda *_: None)
-            train(digits("split-digits", 40), "cv", found, runs(found, 2), setup, device="cuda", keeper=keeper)
+            train(
+                digits("split-digits", 40),
+                "cv",
+                found,
+                runs(found, 2),
+                setup,
+                device="cuda",
+                keeper=keeper,
+            )
             assert (Watched.replayed > 4) == capture
     assert not caplog.records
     same_bits(*ends)
@@ -85,7 +114,15 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
 def test_a_residual_network_that_is_trained_twice_ends_in_the_same_bits(method: str) -> None:
     found, ends = METHODS[method], (Ends(), Ends())
     for keeper in ends:
-        train(digits("split-digits", 40), "cv", found, runs(found, 2), replace(RESIDUAL, tf32=True), device="cuda", keeper=keeper)
+        train(
+            digits("split-digits", 40),
+            "cv",
+            found,
+            runs(found, 2),
+            replace(RESIDUAL, tf32=True),
+            device="cuda",
+            keeper=keeper,
+        )
     same_bits(*ends)
 
 
@@ -107,18 +144,27 @@ def test_a_graph_that_nobody_needs_any_more_does_not_break_a_capture() -> None:
 @pytest.mark.parametrize("method", ["mas", "ewc"])
 def test_the_second_look_is_captured_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    call = Replays.__call__
+    call = StepGraphs.__call__
 
-    def watched(self: Replays, batches: Batch, steps: int) -> None:
+    def watched(self: StepGraphs, batches: Batch, steps: int) -> None:
         seen.append(steps if not self._learns else 0)
         call(self, batches, steps)
 
-    monkeypatch.setattr(Replays, "__call__", watched)
-    train(digits("permuted-digits"), "cv", METHODS[method], runs(METHODS[method]), SETUP, device="cuda")
-    assert max(seen) == replays.STRETCH
+    monkeypatch.setattr(StepGraphs, "__call__", watched)
+    train(
+        digits("permuted-digits"),
+        "cv",
+        METHODS[method],
+        runs(METHODS[method]),
+        SETUP,
+        device="cuda",
+    )
+    assert max(seen) == step_graphs.STRETCH
 
 
-@pytest.mark.parametrize(("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Asking, "captur")])
+@pytest.mark.parametrize(
+    ("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Asking, "captur")]
+)
 def test_a_method_that_cannot_be_captured_is_taken_step_by_step(
     kind: type[Van], word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +177,9 @@ def test_a_method_that_cannot_be_captured_is_taken_step_by_step(
     same(captured, on_gpu(method, digits("permuted-digits"), monkeypatch, capture=False)[0])
 
 
-def test_a_method_that_looks_at_the_task_is_captured_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_looks_at_the_task_is_captured_for_each_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     method = replace(METHODS["van"], learner=Told)
     captured, replayed = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
     assert replayed > 20
@@ -139,7 +187,9 @@ def test_a_method_that_looks_at_the_task_is_captured_for_each_task(monkeypatch: 
 
 
 @pytest.mark.parametrize("method", ["rwalk", "gem", "a-gem", "prog-nn", "s-gem"])
-def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(method: str, tmp_path: Path) -> None:
+def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(
+    method: str, tmp_path: Path
+) -> None:
     class Stops(Checkpoints):
         def due(self, batches: int, since: int) -> bool:
             if batches >= 60 and self.stops:
@@ -149,7 +199,15 @@ def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(method: str, 
         stops = True
 
     def go(keeper: Checkpoints | None) -> list[Record]:
-        return train(digits("permuted-digits"), "cv", METHODS[method], runs(METHODS[method]), SETUP, device="cuda", keeper=keeper)
+        return train(
+            digits("permuted-digits"),
+            "cv",
+            METHODS[method],
+            runs(METHODS[method]),
+            SETUP,
+            device="cuda",
+            keeper=keeper,
+        )
 
     keeper = Stops(tmp_path, "fleet", every=25)
     with pytest.raises(KeyboardInterrupt):
@@ -161,8 +219,15 @@ def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(method: str, 
 
 def test_exact_products_are_closer_to_a_cpus_than_tf32() -> None:
     def ended(device: str, tf32: bool) -> Tensor:
-        feed, fleet, learner = assemble(digits("permuted-digits"), "cv", METHODS["van"], runs(METHODS["van"]), SETUP, device=device)
-        take = Replays(fleet, learner)
+        feed, fleet, learner = assemble(
+            digits("permuted-digits"),
+            "cv",
+            METHODS["van"],
+            runs(METHODS["van"]),
+            SETUP,
+            device=device,
+        )
+        take = StepGraphs(fleet, learner)
         with products(fleet.device, tf32=tf32):
             for batches, steps in feed.stretches(0, 0, lambda _, left: take.stretch(left)):
                 take(batches, steps)

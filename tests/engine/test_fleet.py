@@ -8,19 +8,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
-from toys import FEATURES, Asking, Described, Dropped, Follow, Normed, Tied, batch_of, by_hand, fleet_of, small_net
+from onepass.streams.base import separate_heads
+from toys import (
+    FEATURES,
+    Asking,
+    Described,
+    Dropped,
+    Follow,
+    Normed,
+    Tied,
+    batch_of,
+    by_hand,
+    fleet_of,
+    small_net,
+)
 
 MODES: list[Mode] = ["looped", "stacked"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", [small_net, Normed, Tied, Asking], ids=lambda b: b.__name__)
-def test_gradients_and_losses_are_those_of_plain_autograd(build: Callable[[], nn.Module], mode: Mode) -> None:
+def test_gradients_and_losses_are_those_of_plain_autograd(
+    build: Callable[[], nn.Module], mode: Mode
+) -> None:
     fleet, batch = fleet_of(build, mode=mode), batch_of()
     expected = [by_hand(fleet, batch, r) for r in range(3)]
     for _ in range(2):  # the first call builds and checks programs, the second one replays them
@@ -75,9 +90,18 @@ def test_another_theta_and_another_loss_can_be_asked_for(mode: Mode) -> None:
         return (logits - extra["target"]).square().sum(-1).mean()
 
     elsewhere = fleet.theta + 0.1
-    g, losses = fleet.grad(Batch(batch.x, batch.slots, extra={"target": target}), loss=distance, theta=elsewhere)
+    g, losses = fleet.grad(
+        Batch(batch.x, batch.slots, extra={"target": target}), loss=distance, theta=elsewhere
+    )
     leaves = elsewhere.clone().requires_grad_()
-    logits = torch.stack([fleet.architecture.call([p[r] for p in fleet.architecture.views(leaves)], {}, batch.x[r], None)[0] for r in range(3)])
+    logits = torch.stack(
+        [
+            fleet.architecture.call(
+                [p[r] for p in fleet.architecture.views(leaves)], {}, batch.x[r], None
+            )[0]
+            for r in range(3)
+        ]
+    )
     expected = (logits - target).square().sum(-1).mean(1)
     assert torch.allclose(losses, expected, atol=1e-5)
     assert torch.allclose(g, torch.autograd.grad(expected.sum(), leaves)[0], atol=1e-5)
@@ -99,10 +123,14 @@ def test_forward_gives_logits_and_the_features_before_the_head() -> None:
     out = fleet.forward(batch)
     weight, bias = fleet.architecture.views(fleet.theta)[-2:]
     assert out.features.shape == (3, 7, 5)
-    assert torch.allclose(out.features @ weight.transpose(1, 2) + bias[:, None], out.logits, atol=1e-6)
+    assert torch.allclose(
+        out.features @ weight.transpose(1, 2) + bias[:, None], out.logits, atol=1e-6
+    )
 
 
-def test_a_model_that_cannot_be_traced_is_trained_by_plain_autograd_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_traced_is_trained_by_plain_autograd_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         fleet_of(Asking, mode="stacked").grad(batch_of())
     assert "plain autograd" in caplog.text
@@ -118,13 +146,19 @@ def test_dropout_is_drawn_from_the_runs_seed_and_step() -> None:
     assert torch.equal(state, torch.get_rng_state())
     fleet.step += 1
     assert not torch.equal(first, fleet.grad(two)[0])
-    alone = Fleet(Dropped, [11], Slots.separate(4, 2), [0.1])
-    assert torch.allclose(alone.grad(Batch(batch.x[1:], batch.slots[1:]))[0][0], first[1], atol=1e-6)
+    alone = Fleet(Dropped, [11], Slots(separate_heads(4, 2)), [0.1])
+    assert torch.allclose(
+        alone.grad(Batch(batch.x[1:], batch.slots[1:]))[0][0], first[1], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_even_the_lightest_dropout_is_noticed(mode: Mode) -> None:
-    fleet, batch, state = fleet_of(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(1e-4)), mode=mode), batch_of(), torch.get_rng_state()
+    fleet, batch, state = (
+        fleet_of(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(1e-4)), mode=mode),
+        batch_of(),
+        torch.get_rng_state(),
+    )
     assert torch.equal(fleet.grad(batch)[0], fleet.grad(batch)[0])
     assert fleet.gradients._random
     assert torch.equal(state, torch.get_rng_state())
@@ -141,8 +175,10 @@ def test_two_passes_of_one_step_have_different_dropout() -> None:
     assert found == [True]
 
 
-def test_the_fleet_applies_the_direction_at_each_runs_rate_and_tells_the_step_really_taken() -> None:
-    fleet = Fleet(small_net, [1, 2], Slots.separate(4, 2), [0.5, 0.25])
+def test_the_fleet_applies_the_direction_at_each_runs_rate_and_tells_the_step_really_taken() -> (
+    None
+):
+    fleet = Fleet(small_net, [1, 2], Slots(separate_heads(4, 2)), [0.5, 0.25])
     before, direction = fleet.theta.clone(), torch.randn_like(fleet.theta)
     learner = Follow(lambda _: direction, wants_delta=True)
     fleet.learn(learner, batch_of(2))
@@ -164,7 +200,7 @@ def test_a_run_without_examples_sits_the_step_out() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_with_a_huge_learning_rate_diverges_alone(mode: Mode) -> None:
-    seeds, slots = [1, 2, 3], Slots.separate(4, 2)
+    seeds, slots = [1, 2, 3], Slots(separate_heads(4, 2))
     wild = Fleet(small_net, seeds, slots, [0.1, 1e6, 0.1], gradients=mode)
     calm = Fleet(small_net, seeds, slots, [0.1, 0.1, 0.1], gradients=mode)
     for step in range(20):
@@ -178,14 +214,19 @@ def test_a_run_with_a_huge_learning_rate_diverges_alone(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_equals_the_same_run_alone_whatever_its_neighbours(mode: Mode) -> None:
-    together, alone = fleet_of(Normed, mode=mode), Fleet(Normed, [11], Slots.separate(4, 2), [0.1], gradients="looped")
+    together, alone = (
+        fleet_of(Normed, mode=mode),
+        Fleet(Normed, [11], Slots(separate_heads(4, 2)), [0.1], gradients="looped"),
+    )
     assert torch.equal(together.theta[1], alone.theta[0])
     for step in range(20):
         batch = batch_of(seed=step)
         together.learn(Follow(lambda b: together.grad(b)[0]), batch)
         alone.learn(Follow(lambda b: alone.grad(b)[0]), Batch(batch.x[1:2], batch.slots[1:2]))
     assert torch.allclose(together.theta[1], alone.theta[0], atol=1e-5)
-    assert torch.allclose(together.buffers["norm.running_var"][1], alone.buffers["norm.running_var"][0], atol=1e-5)
+    assert torch.allclose(
+        together.buffers["norm.running_var"][1], alone.buffers["norm.running_var"][0], atol=1e-5
+    )
 
 
 def test_inside_a_step_two_gradients_do_not_share_memory() -> None:
@@ -193,7 +234,9 @@ def test_inside_a_step_two_gradients_do_not_share_memory() -> None:
 
     def direction(batch: Batch) -> Tensor:
         g, other = fleet.grad(batch)[0], fleet.grad(batch_of(seed=5))[0]
-        seen["ok"] = torch.equal(g, fleet.grad(batch, theta=fleet.theta.clone())[0]) and not torch.equal(g, other)
+        seen["ok"] = torch.equal(
+            g, fleet.grad(batch, theta=fleet.theta.clone())[0]
+        ) and not torch.equal(g, other)
         return g
 
     for _ in range(2):
@@ -209,7 +252,13 @@ def test_forward_is_in_evaluation_mode_and_gradients_are_in_training_mode(mode: 
     logits = fleet.forward(batch).logits
     assert all(torch.equal(b, before[name]) for name, b in fleet.buffers.items())
     alone = Normed().eval()
-    values = dict(zip(fleet.architecture.names, (v[1] for v in fleet.architecture.views(fleet.theta)), strict=True))
+    values = dict(
+        zip(
+            fleet.architecture.names,
+            (v[1] for v in fleet.architecture.views(fleet.theta)),
+            strict=True,
+        )
+    )
     alone.load_state_dict(values | {name: b[1] for name, b in fleet.buffers.items()})
     assert torch.allclose(alone(batch.x[1]), logits[1], atol=1e-5)
     other = batch_of(size=5, seed=4)
@@ -235,7 +284,9 @@ def test_extras_are_known_by_name_not_by_order() -> None:
         return (extra["a"] * logits[:, 0]).mean() + 0 * extra["b"].sum()
 
     first = fleet.grad(Batch(batch.x, batch.slots, extra={"a": a, "b": b}), loss=weighted)[1]
-    assert torch.equal(first, fleet.grad(Batch(batch.x, batch.slots, extra={"b": b, "a": a}), loss=weighted)[1])
+    assert torch.equal(
+        first, fleet.grad(Batch(batch.x, batch.slots, extra={"b": b, "a": a}), loss=weighted)[1]
+    )
 
 
 def test_a_run_that_diverges_in_a_step_does_not_take_it() -> None:
@@ -247,7 +298,9 @@ def test_a_run_that_diverges_in_a_step_does_not_take_it() -> None:
     assert fleet.step.tolist() == [1, 0, 1]
 
 
-def test_a_large_loss_of_ones_own_is_not_divergence_and_neither_is_a_bad_theta_one_only_looks_at() -> None:
+def test_a_large_loss_of_ones_own_is_not_divergence_and_neither_is_a_bad_theta_one_only_looks_at() -> (
+    None
+):
     fleet, batch = fleet_of(), batch_of()
 
     def large(logits: Tensor, slots: Tensor, extra: object) -> Tensor:
@@ -335,12 +388,19 @@ class Grow:
 
 
 def named(fleet: Fleet, tensor: Tensor) -> dict[str, Tensor]:
-    return {name: view.clone() for name, view in zip(fleet.architecture.names, fleet.architecture.views(tensor), strict=True)}
+    return {
+        name: view.clone()
+        for name, view in zip(
+            fleet.architecture.names, fleet.architecture.views(tensor), strict=True
+        )
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_may_grow_and_freeze_between_tasks(mode: Mode) -> None:
-    fleet = Fleet(lambda: Columns(1), [1, 2], Slots(((0, 1), (0, 1), (0, 1))), [0.1, 0.1], gradients=mode)
+    fleet = Fleet(
+        lambda: Columns(1), [1, 2], Slots(((0, 1), (0, 1), (0, 1))), [0.1, 0.1], gradients=mode
+    )
     learner = Grow(fleet)
     for task in range(3):
         before, trace = named(fleet, fleet.theta), named(fleet, learner.trace)
@@ -371,6 +431,8 @@ def test_building_a_fleet_leaves_torchs_generator_alone() -> None:
 
 
 @pytest.mark.parametrize(("seeds", "rates"), [([], []), ([1, 2], [0.1])])
-def test_impossible_fleets_are_refused_with_a_sentence(seeds: list[int], rates: list[float]) -> None:
+def test_impossible_fleets_are_refused_with_a_sentence(
+    seeds: list[int], rates: list[float]
+) -> None:
     with pytest.raises(InputError, match="fleet"):
-        Fleet(small_net, seeds, Slots.separate(4, 2), rates)
+        Fleet(small_net, seeds, Slots(separate_heads(4, 2)), rates)

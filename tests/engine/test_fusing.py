@@ -20,7 +20,7 @@ from onepass.engine.gpu import fusing
 from onepass.engine.gpu.convolution import convolve_inputs
 from onepass.engine.gpu.fusing import fuse_answers
 from onepass.engine.gradients import _Row
-from onepass.engine.program import trace
+from onepass.engine.tracing import trace
 from onepass.models.norm import BatchNorm
 from onepass.models.progressive import Progressive
 from onepass.models.resnet import ResNet
@@ -35,10 +35,18 @@ def loss(outputs: Tensor, slots: Tensor, _: object) -> Tensor:
 def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
     """The program of a gradient of the module as for a GPU, after it was compared with autograd, and how often it has which operation."""
     torch.manual_seed(1)
-    architecture, buffers = Architecture(module, lambda x: x, channels_last=True), dict(module.named_buffers())
+    architecture, buffers = (
+        Architecture(module, lambda x: x, channels_last=True),
+        dict(module.named_buffers()),
+    )
     row = _Row(architecture, loss, tuple(buffers), False, ())
     x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
-    arguments = [*architecture.views(architecture.flatten(module)), *buffers.values(), x, torch.arange(IMAGES)]
+    arguments = [
+        *architecture.views(architecture.flatten(module)),
+        *buffers.values(),
+        x,
+        torch.arange(IMAGES),
+    ]
     found = architecture.views(torch.zeros(architecture.width))[architecture.frozen :]
     made = trace(row, row.safe(arguments), found, on_gpu=True)
     mine, truth = row.safe(arguments), row.safe(arguments)
@@ -47,39 +55,70 @@ def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
     assert torch.allclose(value, value_expected, atol=1e-5)
     for one, other in zip([*found, *mine], [*expected, *truth], strict=True):
         assert torch.allclose(one, other, atol=2e-5 * max(1.0, float(other.abs().max())))
-    names = [str(getattr(node.target, "__name__", node.target)) for node in made.graph.nodes if node.op == "call_function"]
+    names = [
+        str(getattr(node.target, "__name__", node.target))
+        for node in made.graph.nodes
+        if node.op == "call_function"
+    ]
     return made, {name: names.count(name) for name in names}
 
 
 @pytest.mark.parametrize("constants", ["torch", "authors"])
-def test_batch_norm_of_a_residual_network_takes_in_sums_and_relus_and_their_derivatives(constants: str) -> None:
+def test_batch_norm_of_a_residual_network_takes_in_sums_and_relus_and_their_derivatives(
+    constants: str,
+) -> None:
     _, count = program(ResNet(4, CLASSES, (2, 2), 4, batch_norm=constants).train())  # type: ignore[arg-type]
     assert count["norm.default"] == count["norm_backward.default"] == 10
-    assert not count.keys() & {"relu.default", "threshold_backward.default", "add.Tensor", "native_batch_norm.default"}
+    assert not count.keys() & {
+        "relu.default",
+        "threshold_backward.default",
+        "add.Tensor",
+        "native_batch_norm.default",
+    }
 
 
 def test_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     net = ResNet(4, CLASSES, (2, 2), 4).train()
     _, all_ = program(deepcopy(net))
-    assert (all_["convolve.default"], all_["convolve_inputs.default"], all_["convolve_weights.default"]) == (10, 9, 10)
+    assert (
+        all_["convolve.default"],
+        all_["convolve_inputs.default"],
+        all_["convolve_weights.default"],
+    ) == (10, 9, 10)
     assert not all_.keys() & {"convolution.default", "convolution_backward.default"}
     monkeypatch.setattr(fusing, "NARROW", 4)
     _, narrow = program(deepcopy(net))
-    assert (narrow["convolve.default"], narrow["convolve_inputs.default"], narrow["convolve_weights.default"]) == (5, 4, 5)
+    assert (
+        narrow["convolve.default"],
+        narrow["convolve_inputs.default"],
+        narrow["convolve_weights.default"],
+    ) == (5, 4, 5)
     assert narrow["convolution_backward.default"] == 5
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "ours"), [(4, 4, True), (4, 8, True), (8, 4, False)])
-def test_convolutions_that_make_few_channels_of_many_are_left_to_torch(inputs: int, outputs: int, ours: bool) -> None:
-    _, count = program(nn.Sequential(nn.Conv2d(4, inputs, 1, bias=False), nn.Conv2d(inputs, outputs, 3, bias=False)))
+def test_convolutions_that_make_few_channels_of_many_are_left_to_torch(
+    inputs: int, outputs: int, ours: bool
+) -> None:
+    _, count = program(
+        nn.Sequential(
+            nn.Conv2d(4, inputs, 1, bias=False), nn.Conv2d(inputs, outputs, 3, bias=False)
+        )
+    )
     assert count["convolve.default"] == 1 + ours
 
 
 def test_columns_in_which_nothing_is_learnt_are_as_in_answers() -> None:
-    net = Progressive(lambda: ResNet(4, CLASSES, (2, 2), 4), 3, input_laterals=True, lateral_biases=True).train()
+    net = Progressive(
+        lambda: ResNet(4, CLASSES, (2, 2), 4), 3, input_laterals=True, lateral_biases=True
+    ).train()
     torch.manual_seed(0)
     for tensor in (*net.parameters(), *net.buffers()):
-        tensor.data = 0.5 + torch.rand(tensor.shape).to(tensor.dtype) if tensor.dim() < 2 else torch.randn(tensor.shape) / 9
+        tensor.data = (
+            0.5 + torch.rand(tensor.shape).to(tensor.dtype)
+            if tensor.dim() < 2
+            else torch.randn(tensor.shape) / 9
+        )
     _, count = program(net)
     assert (count["convolve_norm.default"], count["norm.default"]) == (20, 10)
     assert "native_batch_norm.default" not in count
@@ -107,7 +146,9 @@ def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPa
         return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
     def coarse(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *given: operation(*(cut(value) if isinstance(value, Tensor) else value for value in given))
+        return lambda *given: operation(
+            *(cut(value) if isinstance(value, Tensor) else value for value in given)
+        )
 
     for name in ("convolve", "convolve_inputs", "convolve_weights"):
         monkeypatch.setattr(fusing, name, coarse(getattr(fusing, name)))
@@ -118,9 +159,16 @@ def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: ResNet(4, CLASSES, (2, 2), 4), lambda: odd(lambda a, b: (a + b).relu(), bias=False), lambda: odd(torch.mul, bias=False)]
+    "build",
+    [
+        lambda: ResNet(4, CLASSES, (2, 2), 4),
+        lambda: odd(lambda a, b: (a + b).relu(), bias=False),
+        lambda: odd(torch.mul, bias=False),
+    ],
 )
-def test_in_evaluation_a_convolution_takes_in_batch_norm_and_what_is_behind_it(build: Callable[[], nn.Module]) -> None:
+def test_in_evaluation_a_convolution_takes_in_batch_norm_and_what_is_behind_it(
+    build: Callable[[], nn.Module],
+) -> None:
     module = build().train()
     x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
     for _ in range(3):
@@ -131,13 +179,24 @@ def test_in_evaluation_a_convolution_takes_in_batch_norm_and_what_is_behind_it(b
     made.graph.eliminate_dead_code()
     made.recompile()
     names = [str(node.target) for node in made.graph.nodes]
-    assert names.count("onepass.convolve_norm.default") == sum(isinstance(part, nn.Conv2d) for part in module.modules())
-    assert not {"aten.relu.default", "aten.add.Tensor", "aten.native_batch_norm.default", "aten.convolution.default"} & set(names)
+    assert names.count("onepass.convolve_norm.default") == sum(
+        isinstance(part, nn.Conv2d) for part in module.modules()
+    )
+    assert not {
+        "aten.relu.default",
+        "aten.add.Tensor",
+        "aten.native_batch_norm.default",
+        "aten.convolution.default",
+    } & set(names)
     assert torch.allclose(made(x), module(x), atol=1e-5)
 
 
 def test_in_evaluation_what_is_not_a_plain_convolution_and_batch_norm_is_left_alone() -> None:
-    for net in (odd(torch.mul), odd(torch.mul, bias=False, groups=2), nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False))):
+    for net in (
+        odd(torch.mul),
+        odd(torch.mul, bias=False, groups=2),
+        nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False)),
+    ):
         x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
         made = make_fx(net.eval())(x)
         fuse_answers(made.graph)
@@ -156,7 +215,9 @@ class Odd(nn.Module):
         self.fc = nn.LazyLinear(CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.fc(self.then(self.norm(self.conv(x)), self.other(self.twin(x))).flatten(1))
+        answer: Tensor = self.fc(
+            self.then(self.norm(self.conv(x)), self.other(self.twin(x))).flatten(1)
+        )
         return answer
 
 
@@ -168,20 +229,44 @@ def odd(then: Callable[[Tensor, Tensor], Tensor], **options: object) -> Odd:
 
 THEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, int]]] = {
     "a sum without relu": (lambda a, b: a + b, {"norm.default": 2}),
-    "a relu of a sum": (lambda a, b: (a + b).relu(), {"norm.default": 2, "norm_backward.default": 2}),
-    "a sum that is used twice": (lambda a, b: (a + b).relu() * (a + b), {"norm.default": 2, "relu.default": 1}),
+    "a relu of a sum": (
+        lambda a, b: (a + b).relu(),
+        {"norm.default": 2, "norm_backward.default": 2},
+    ),
+    "a sum that is used twice": (
+        lambda a, b: (a + b).relu() * (a + b),
+        {"norm.default": 2, "relu.default": 1},
+    ),
     "a relu beside the sum": (lambda a, b: a.relu() + b, {"norm.default": 2, "add.Tensor": 1}),
-    "a norm that is used twice": (lambda a, b: a.relu() + a * b.relu(), {"norm.default": 2, "relu.default": 1}),
+    "a norm that is used twice": (
+        lambda a, b: a.relu() + a * b.relu(),
+        {"norm.default": 2, "relu.default": 1},
+    ),
     "a relu that is used twice": (lambda a, b: a.relu() * a.relu() + b.relu(), {"norm.default": 2}),
-    "a norm added to itself": (lambda a, b: (a + a).relu() + b, {"norm.default": 2, "relu.default": 1}),
-    "a sum with a factor": (lambda a, b: torch.add(a, b, alpha=2).relu(), {"norm.default": 2, "relu.default": 1}),
-    "a sum with a number": (lambda a, b: (a + 1).relu() + b, {"norm.default": 2, "relu.default": 1}),
+    "a norm added to itself": (
+        lambda a, b: (a + a).relu() + b,
+        {"norm.default": 2, "relu.default": 1},
+    ),
+    "a sum with a factor": (
+        lambda a, b: torch.add(a, b, alpha=2).relu(),
+        {"norm.default": 2, "relu.default": 1},
+    ),
+    "a sum with a number": (
+        lambda a, b: (a + 1).relu() + b,
+        {"norm.default": 2, "relu.default": 1},
+    ),
     "a sum with a row": (lambda a, b: (a + b[:1]).relu(), {"norm.default": 2, "relu.default": 1}),
-    "another activation": (lambda a, b: torch.nn.functional.leaky_relu(a) + torch.tanh(b), {"norm.default": 2}),
+    "another activation": (
+        lambda a, b: torch.nn.functional.leaky_relu(a) + torch.tanh(b),
+        {"norm.default": 2},
+    ),
     "a relu of a relu": (lambda a, b: a.relu().relu() + b, {"norm.default": 2}),
     "one behind the other": (lambda a, b: (a.relu() + b).relu(), {"norm.default": 2}),
     "written over": (lambda a, b: a.relu_() + b, {}),
-    "a clamp": (lambda a, b: a.clamp(min=0.5) + nn.functional.threshold(b, 0.2, 0), {"norm.default": 2, "threshold_backward.default": 1}),
+    "a clamp": (
+        lambda a, b: a.clamp(min=0.5) + nn.functional.threshold(b, 0.2, 0),
+        {"norm.default": 2, "threshold_backward.default": 1},
+    ),
 }
 
 
@@ -200,7 +285,12 @@ class Free(nn.Module):
 
 def free(use: Callable[[Any, Tensor], Tensor], **options: Any) -> Free:
     window = {"kernel_size": 3, "padding": 1, "bias": False} | options
-    layers = {"a": nn.Conv2d(4, 4, **window), "b": nn.Conv2d(4, 4, **window), "n": nn.BatchNorm2d(4), "m": nn.BatchNorm2d(4)}
+    layers = {
+        "a": nn.Conv2d(4, 4, **window),
+        "b": nn.Conv2d(4, 4, **window),
+        "n": nn.BatchNorm2d(4),
+        "m": nn.BatchNorm2d(4),
+    }
     net = Free(use, **layers, flat=nn.Linear(256, 256), fc=nn.LazyLinear(CLASSES))
     net(torch.randn(3, 4, 8, 8).contiguous(memory_format=torch.channels_last))
     return net
@@ -229,8 +319,14 @@ def shared_norm(net: Any, x: Tensor) -> Tensor:
     return net.fc((net.n(net.b(net.n(net.a(x)).relu())) + x).relu().flatten(1))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("use", [written_in_between, written_before_the_norm, shortcut_of_another_layout, shared_norm], ids=lambda use: use.__name__)
-def test_nothing_is_moved_past_what_it_depends_on(use: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [written_in_between, written_before_the_norm, shortcut_of_another_layout, shared_norm],
+    ids=lambda use: use.__name__,
+)
+def test_nothing_is_moved_past_what_it_depends_on(
+    use: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = free(use)
     if use is not written_before_the_norm:  # which autograd refuses
         program(deepcopy(net).train())
@@ -241,18 +337,38 @@ def test_nothing_is_moved_past_what_it_depends_on(use: Callable[[Any, Tensor], T
     assert torch.allclose(made(x.clone(memory_format=torch.preserve_format)), net(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"kernel_size": 1, "padding": 1}, {"kernel_size": 3, "padding": 3}, {"kernel_size": 3, "padding": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 1, "padding": 1},
+        {"kernel_size": 3, "padding": 3},
+        {"kernel_size": 3, "padding": 2},
+    ],
+    ids=str,
+)
 def test_a_padding_as_wide_as_the_window_is_left_to_torch(options: dict[str, int]) -> None:
-    _, count = program(free(lambda net, x: net.fc(net.n(net.b(net.a(x))).flatten(1)), **options).train())
+    _, count = program(
+        free(lambda net, x: net.fc(net.n(net.b(net.a(x))).flatten(1)), **options).train()
+    )
     assert ("convolve.default" in count) == (options["padding"] < options["kernel_size"])
 
 
 @pytest.mark.parametrize(("stride", "forward", "backward"), [(2, 1, 1), (3, 1, 0), (5, 0, 0)])
-def test_a_stride_that_does_not_divide_the_image_leaves_the_gradient_to_torch_and_a_long_one_all(stride: int, forward: int, backward: int) -> None:
-    net = nn.Sequential(nn.Conv2d(4, 4, 3, stride, 1, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(CLASSES))
+def test_a_stride_that_does_not_divide_the_image_leaves_the_gradient_to_torch_and_a_long_one_all(
+    stride: int, forward: int, backward: int
+) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(4, 4, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.LazyLinear(CLASSES),
+    )
     net(torch.randn(2, 4, 8, 8))
     _, count = program(net.train())
-    assert (count.get("convolve.default", 0), count.get("convolve_weights.default", 0)) == (forward, backward)
+    assert (count.get("convolve.default", 0), count.get("convolve_weights.default", 0)) == (
+        forward,
+        backward,
+    )
 
 
 def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,11 +384,21 @@ def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatc
                 g, x, weight, running_mean, running_var, mean, inverse, _, eps, _ = node.args
                 node.target = aten.cudnn_batch_norm_backward.default
                 assert isinstance(mean, fx.Node)
-                node.args = (x, g, weight, running_mean, running_var, mean, inverse, eps, kept[mean.args[0]])
+                node.args = (
+                    x,
+                    g,
+                    weight,
+                    running_mean,
+                    running_var,
+                    mean,
+                    inverse,
+                    eps,
+                    kept[mean.args[0]],
+                )
         fusing.fuse(graph)
 
     kept: dict[Any, fx.Node] = {}
-    monkeypatch.setattr("onepass.engine.program.fuse", as_on_a_gpu)
+    monkeypatch.setattr("onepass.engine.tracing.fuse", as_on_a_gpu)
     made, count = program(ResNet(4, CLASSES, (1, 1), 4).train())
     assert count["norm.default"] == 6
     assert "cudnn" not in made.code
@@ -287,15 +413,26 @@ def test_whatever_comes_behind_batch_norm_the_program_computes_it(name: str) -> 
 
 @pytest.mark.parametrize(
     "options",
-    [{"bias": True}, {"groups": 2}, {"dilation": 2, "padding": 2}, {"stride": 2}, {"stride": (1, 2)}, {"padding": 0}],
+    [
+        {"bias": True},
+        {"groups": 2},
+        {"dilation": 2, "padding": 2},
+        {"stride": 2},
+        {"stride": (1, 2)},
+        {"padding": 0},
+    ],
     ids=str,
 )
-def test_whatever_the_convolution_is_like_the_program_computes_it(options: dict[str, object]) -> None:
+def test_whatever_the_convolution_is_like_the_program_computes_it(
+    options: dict[str, object],
+) -> None:
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(4, 4, **({"kernel_size": 3, "padding": 1, "bias": False} | options))  # type: ignore[arg-type]
+            self.conv = nn.Conv2d(
+                4, 4, **({"kernel_size": 3, "padding": 1, "bias": False} | options)
+            )  # type: ignore[arg-type]
             self.norm = nn.BatchNorm2d(4)  # whose gradient lies channels last
             self.fc = nn.LazyLinear(CLASSES)
 
@@ -306,19 +443,36 @@ def test_whatever_the_convolution_is_like_the_program_computes_it(options: dict[
     net = Net()
     net(torch.randn(2, 4, 8, 8))
     _, count = program(net.train())
-    plain = options.keys() & {"stride", "padding"} == options.keys() and options.get("stride") != (1, 2)
-    assert (count.get("convolve.default", 0), count.get("convolve_inputs.default", 0)) == ((2, 1) if plain else (0, 0))
+    plain = options.keys() & {"stride", "padding"} == options.keys() and options.get("stride") != (
+        1,
+        2,
+    )
+    assert (count.get("convolve.default", 0), count.get("convolve_inputs.default", 0)) == (
+        (2, 1) if plain else (0, 0)
+    )
 
 
-@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(4, affine=False), lambda: nn.BatchNorm2d(4).eval()])
-def test_batch_norm_without_weights_or_by_running_statistics_is_left_alone(norm: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "norm", [lambda: nn.BatchNorm2d(4, affine=False), lambda: nn.BatchNorm2d(4).eval()]
+)
+def test_batch_norm_without_weights_or_by_running_statistics_is_left_alone(
+    norm: Callable[[], nn.Module],
+) -> None:
     net = odd(lambda a, _: a.relu())
     net.norm = norm()  # type: ignore[assignment]
     program(net)
 
 
-def test_images_that_do_not_lie_channels_last_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_do_not_lie_channels_last_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net = nn.Sequential(
-        nn.ReLU(), nn.Flatten(), nn.Unflatten(1, (4, 8, 8)), nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6)
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Unflatten(1, (4, 8, 8)),
+        nn.Conv2d(4, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(144, 6),
     )
     program(net.train())

@@ -12,41 +12,73 @@ from torch.nn import functional
 from onepass.engine import gpu
 from onepass.engine.gpu import fusing
 from onepass.engine.gpu import norm as norms
-from onepass.engine.gpu.convolution import convolve, convolve_inputs, convolve_norm, convolve_weights
+from onepass.engine.gpu.convolution import (
+    convolve,
+    convolve_inputs,
+    convolve_norm,
+    convolve_weights,
+)
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.engine.precision import products
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1"
+)
 
 
 @pytest.fixture(autouse=True)
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "by_kernels", lambda *_: True)
     if INTERPRETED:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the interpreter multiplies the bits of bfloat16
+        monkeypatch.setattr(
+            torch.backends.cudnn, "allow_tf32", False
+        )  # the interpreter multiplies the bits of bfloat16
 
 
 def images(*shape: int, around: float = 0.0) -> Tensor:
-    return (torch.randn(shape, device=DEVICE) + around).contiguous(memory_format=torch.channels_last)
+    return (torch.randn(shape, device=DEVICE) + around).contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 def close(found: Tensor, expected: Tensor, error: float = 2e-6) -> bool:
     return float((found.double() - expected).norm()) <= error * float(expected.norm()) + 1e-9
 
 
-SHAPES = [(3, 20, 5, 5), (2, 40, 3, 3), (7, 80, 4, 4), (2, 160, 2, 2), (1, 3, 4, 4), (5, 20, 32, 32), (5, 7, 30, 31)]
+SHAPES = [
+    (3, 20, 5, 5),
+    (2, 40, 3, 3),
+    (7, 80, 4, 4),
+    (2, 160, 2, 2),
+    (1, 3, 4, 4),
+    (5, 20, 32, 32),
+    (5, 7, 30, 31),
+]
 
 
 @pytest.mark.parametrize("parts", [128, 16], ids=["few sums", "many sums"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    ("relu", "adds", "by_out"), [(False, False, False), (True, False, False), (True, False, True), (True, True, True), (False, True, False)]
+    ("relu", "adds", "by_out"),
+    [
+        (False, False, False),
+        (True, False, False),
+        (True, False, True),
+        (True, True, True),
+        (False, True, False),
+    ],
 )
 @pytest.mark.parametrize("more", [False, True], ids=["one gradient", "two gradients"])
 def test_batch_norm_and_what_surrounds_it_and_its_gradient(
-    shape: tuple[int, ...], relu: bool, adds: bool, by_out: bool, more: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    relu: bool,
+    adds: bool,
+    by_out: bool,
+    more: bool,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(norms, "PARTS", parts)
     torch.manual_seed(0)
@@ -58,7 +90,9 @@ def test_batch_norm_and_what_surrounds_it_and_its_gradient(
     exact = [t.double() for t in running]
 
     a, w, b = (t.double().requires_grad_() for t in (x, weight, bias))
-    y = functional.batch_norm(a, exact[0], exact[1], w, b, True, 0.1, 1e-3) + (0 if shortcut is None else shortcut.double())
+    y = functional.batch_norm(a, exact[0], exact[1], w, b, True, 0.1, 1e-3) + (
+        0 if shortcut is None else shortcut.double()
+    )
 
     out, mean, inverse = norm(x, weight, bias, shortcut, *running, 0.1, 1e-3, relu)
     assert out.is_contiguous(memory_format=torch.channels_last)
@@ -68,10 +102,14 @@ def test_batch_norm_and_what_surrounds_it_and_its_gradient(
     assert close(running[0], exact[0])
     assert close(running[1], exact[1], 1e-5)
 
-    z = (g.double() + (0 if extra is None else extra.double())) * (out > 0 if relu else 1)  # float64 may have another sign next to zero
+    z = (g.double() + (0 if extra is None else extra.double())) * (
+        out > 0 if relu else 1
+    )  # float64 may have another sign next to zero
     expected = torch.autograd.grad(y, (a, w, b), z)
     for keep in (False, True):
-        *found, kept = norm_backward(g, extra, x, weight, bias, mean, inverse, out if by_out else None, relu, keep)
+        *found, kept = norm_backward(
+            g, extra, x, weight, bias, mean, inverse, out if by_out else None, relu, keep
+        )
         assert all(close(one, other, 2e-5) for one, other in zip(found, expected, strict=True))
         assert close(kept, z) if keep else kept.numel() == 0
 
@@ -81,7 +119,12 @@ def test_batch_norm_without_running_statistics_moves_none() -> None:
         x = images(*shape)
         weight, bias = torch.rand(shape[1], device=DEVICE), torch.randn(shape[1], device=DEVICE)
         out, *_ = norm(x, weight, bias, None, None, None, 0.1, 1e-5, True)
-        assert close(out, functional.batch_norm(x.double(), None, None, weight.double(), bias.double(), True).relu())
+        assert close(
+            out,
+            functional.batch_norm(
+                x.double(), None, None, weight.double(), bias.double(), True
+            ).relu(),
+        )
 
 
 @pytest.mark.parametrize("shape", [(3, 20, 5, 5), (5, 20, 32, 32)], ids=str)
@@ -93,12 +136,24 @@ def test_weights_and_statistics_may_lie_anywhere(shape: tuple[int, ...]) -> None
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     _, mean, inverse = first
     back = norm_backward(g, None, x, table[:, 0], table[:, 1], mean, inverse, None, True, True)
-    again = norm_backward(g, None, x, table[:, 0].clone(), table[:, 1].clone(), mean, inverse, None, True, True)
+    again = norm_backward(
+        g, None, x, table[:, 0].clone(), table[:, 1].clone(), mean, inverse, None, True, True
+    )
     assert all(torch.equal(one, other) for one, other in zip(back, again, strict=True))
     w = images(20, 20, 3, 3)
     columns = table.unbind(1)
     one, other = (
-        convolve_norm(x, w, 1, 1, *(column.clone() if cloned else column for column in columns), 1e-3, None, True) for cloned in (False, True)
+        convolve_norm(
+            x,
+            w,
+            1,
+            1,
+            *(column.clone() if cloned else column for column in columns),
+            1e-3,
+            None,
+            True,
+        )
+        for cloned in (False, True)
     )
     assert torch.equal(one, other)
 
@@ -111,10 +166,18 @@ def test_what_is_not_a_number_stays_so(shape: tuple[int, ...], by_out: bool) -> 
     out, mean, inverse = norm(x, ones, ones, None, None, None, 0.1, 1e-3, True)
     assert out[:, 3].isnan().all()
     assert out[:, :3].isfinite().all()
-    *found, kept = norm_backward(g, None, x, ones, ones, mean, inverse, out if by_out else None, True, True)
+    *found, kept = norm_backward(
+        g, None, x, ones, ones, mean, inverse, out if by_out else None, True, True
+    )
     assert found[0][:, 3].isnan().all()
     assert torch.equal(kept[:, 3], g[:, 3])  # as torch's derivative of ReLU
-    assert convolve_norm(x, images(4, 20, 3, 3), 1, 1, *torch.ones(4, 4, device=DEVICE), 1e-3, None, True)[0, :, 2, 2].isnan().all()
+    assert (
+        convolve_norm(
+            x, images(4, 20, 3, 3), 1, 1, *torch.ones(4, 4, device=DEVICE), 1e-3, None, True
+        )[0, :, 2, 2]
+        .isnan()
+        .all()
+    )
 
 
 def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None:
@@ -122,7 +185,9 @@ def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None
     x, ones = images(5, 4, 32, 32), torch.ones(4, device=DEVICE)
     x[0, :, 0, 0] = 70.0
     out, *_ = norm(x, ones, ones, None, None, None, 0.1, 1e-5, False)
-    assert close(out, functional.batch_norm(x.double(), None, None, ones.double(), ones.double(), True))
+    assert close(
+        out, functional.batch_norm(x.double(), None, None, ones.double(), ones.double(), True)
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["float32", "TF32"])
@@ -141,7 +206,9 @@ def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None
         (5, 7, 5, 1, 1),
     ],
 )
-def test_convolutions_and_their_gradients(inputs: int, outputs: int, size: int, stride: int, side: int, exact: bool) -> None:
+def test_convolutions_and_their_gradients(
+    inputs: int, outputs: int, size: int, stride: int, side: int, exact: bool
+) -> None:
     torch.manual_seed(0)
     x, w, padding = images(7, inputs, size, size), images(outputs, inputs, side, side), side // 2
     a, b = (t.double().requires_grad_() for t in (x, w))
@@ -149,7 +216,10 @@ def test_convolutions_and_their_gradients(inputs: int, outputs: int, size: int, 
     g = images(*y.shape)
     by_inputs, by_weights = torch.autograd.grad(y, (a, b), g.double())
     with products(DEVICE, tf32=not exact):
-        found = {"outputs": convolve(x, w, stride, padding), "weights": convolve_weights(g, x, side, stride, padding)}
+        found = {
+            "outputs": convolve(x, w, stride, padding),
+            "weights": convolve_weights(g, x, side, stride, padding),
+        }
         if size % stride == 0:
             found["inputs"] = convolve_inputs(g, w, stride, padding, size, size)
     expected = {"outputs": y.detach(), "weights": by_weights, "inputs": by_inputs}
@@ -161,23 +231,34 @@ def test_convolutions_and_their_gradients(inputs: int, outputs: int, size: int, 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs", "stride", "side"), [(20, 20, 1, 3), (20, 40, 2, 1), (40, 80, 2, 3), (80, 160, 1, 1)])
-def test_a_convolution_and_what_comes_behind_it_in_evaluation(inputs: int, outputs: int, stride: int, side: int, adds: bool, relu: bool) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "stride", "side"),
+    [(20, 20, 1, 3), (20, 40, 2, 1), (40, 80, 2, 3), (80, 160, 1, 1)],
+)
+def test_a_convolution_and_what_comes_behind_it_in_evaluation(
+    inputs: int, outputs: int, stride: int, side: int, adds: bool, relu: bool
+) -> None:
     torch.manual_seed(0)
     x, w = images(5, inputs, 6, 6), images(outputs, inputs, side, side)
     gamma, beta, mean = torch.randn(3, outputs, device=DEVICE)
     variance = torch.rand(outputs, device=DEVICE) * 9
     expected = torch.conv2d(x.double(), w.double(), stride=stride, padding=side // 2)
     shortcut = images(*expected.shape) if adds else None
-    expected = functional.batch_norm(expected, mean.double(), variance.double(), gamma.double(), beta.double(), eps=1e-3)
+    expected = functional.batch_norm(
+        expected, mean.double(), variance.double(), gamma.double(), beta.double(), eps=1e-3
+    )
     expected = expected + (0 if shortcut is None else shortcut.double())
     with products(DEVICE, tf32=False):
-        found = convolve_norm(x, w, stride, side // 2, gamma, beta, mean, variance, 1e-3, shortcut, relu)
+        found = convolve_norm(
+            x, w, stride, side // 2, gamma, beta, mean, variance, 1e-3, shortcut, relu
+        )
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert close(found, expected.relu() if relu else expected)
 
 
-def test_kernels_are_tried_out_before_they_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_are_tried_out_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fusing.try_out(DEVICE)
     monkeypatch.setattr(fusing, "convolve_weights", lambda *given: -convolve_weights(*given))
     with pytest.raises(ArithmeticError):

@@ -7,17 +7,20 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.learners import METHODS
 from onepass.learners.agem import AGem, project
 from onepass.learners.base import Reference
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble
-from onepass.streams.batch import Batch
 from toys import Normed, ToyStream, batch_of, fleet_of
 
 numbers = st.floats(-1e3, 1e3, width=32).map(lambda v: v if abs(v) > 1e-6 else 0.0)
 vectors = st.integers(2, 12).flatmap(
-    lambda n: st.tuples(*(st.lists(numbers, min_size=n, max_size=n) for _ in range(2)), st.sampled_from([1e-6, 1.0, 1e6]))
+    lambda n: st.tuples(
+        *(st.lists(numbers, min_size=n, max_size=n) for _ in range(2)),
+        st.sampled_from([1e-6, 1.0, 1e6]),
+    )
 )
 
 
@@ -28,7 +31,9 @@ def pair(drawn: tuple[list[float], list[float], float]) -> tuple[Tensor, Tensor]
 
 @settings(max_examples=300, deadline=None)
 @given(vectors)
-def test_the_projection_is_the_closed_form_of_the_paper(drawn: tuple[list[float], list[float], float]) -> None:
+def test_the_projection_is_the_closed_form_of_the_paper(
+    drawn: tuple[list[float], list[float], float],
+) -> None:
     g, reference = pair(drawn)
     found, violated = project(g, reference)
     a, b = g[0].double(), reference[0].double()
@@ -42,11 +47,15 @@ def test_the_projection_is_the_closed_form_of_the_paper(drawn: tuple[list[float]
 
 @settings(max_examples=300, deadline=None)
 @given(vectors)
-def test_a_projected_gradient_never_points_against_the_reference(drawn: tuple[list[float], list[float], float]) -> None:
+def test_a_projected_gradient_never_points_against_the_reference(
+    drawn: tuple[list[float], list[float], float],
+) -> None:
     g, reference = pair(drawn)
     found, _ = project(g, reference)
     if float(reference.double().norm()) > 1e-12:
-        assert float((found.double() * reference.double()).sum()) >= -1e-5 * float(g.double().norm()) * float(reference.double().norm())
+        assert float((found.double() * reference.double()).sum()) >= -1e-5 * float(
+            g.double().norm()
+        ) * float(reference.double().norm())
     assert found.isfinite().all()
 
 
@@ -57,10 +66,15 @@ def test_the_projection_solves_the_quadratic_program(seed: int) -> None:
     g, reference = torch.randn(1, 4, generator=generator), torch.randn(1, 4, generator=generator)
     a, b = g[0].double().numpy(), reference[0].double().numpy()
     solved = minimize(
-        lambda z: ((z - a) ** 2).sum() / 2, a, jac=lambda z: z - a, constraints={"type": "ineq", "fun": lambda z: z @ b, "jac": lambda z: b}
+        lambda z: ((z - a) ** 2).sum() / 2,
+        a,
+        jac=lambda z: z - a,
+        constraints={"type": "ineq", "fun": lambda z: z @ b, "jac": lambda z: b},
     )
     assert solved.success
-    assert torch.allclose(project(g, reference)[0][0].double(), torch.from_numpy(solved.x), atol=1e-4)
+    assert torch.allclose(
+        project(g, reference)[0][0].double(), torch.from_numpy(solved.x), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,9 +88,19 @@ def test_the_projection_solves_the_quadratic_program(seed: int) -> None:
         ([1e-44, 0.0], [-1e-44, 0.0]),
         ([1e30, 0.0], [-1e-25, 0.0]),
     ],
-    ids=["no reference", "no gradient", "orthogonal", "tiny reference", "denormal reference", "both denormal", "huge against tiny"],
+    ids=[
+        "no reference",
+        "no gradient",
+        "orthogonal",
+        "tiny reference",
+        "denormal reference",
+        "both denormal",
+        "huge against tiny",
+    ],
 )
-def test_nothing_changes_and_nothing_breaks_without_a_real_conflict(g: list[float], reference: list[float]) -> None:
+def test_nothing_changes_and_nothing_breaks_without_a_real_conflict(
+    g: list[float], reference: list[float]
+) -> None:
     found, violated = project(torch.tensor([g]), torch.tensor([reference]))
     assert found.tolist() == [torch.tensor(g).tolist()]
     assert not violated.any()
@@ -85,7 +109,9 @@ def test_nothing_changes_and_nothing_breaks_without_a_real_conflict(g: list[floa
 def test_the_whole_vector_decides_not_its_parts() -> None:
     g, reference = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([[-1.0, 0.0, 2.0, 2.0]])
     found, violated = project(g, reference)
-    assert torch.equal(found, g)  # the product is +3, although the first two components alone would be projected
+    assert torch.equal(
+        found, g
+    )  # the product is +3, although the first two components alone would be projected
     assert not violated.any()
 
 
@@ -133,7 +159,9 @@ def test_a_step_is_plain_sgd_in_the_first_task_and_projected_over_all_parameters
             if dot[r] < 0:
                 conflicts += 1
                 assert (taken[r] @ g_ref[r]) >= -1e-4 * g[r].norm() * g_ref[r].norm()
-                assert torch.allclose(taken[r], g[r] - dot[r] / (g_ref[r] @ g_ref[r]) * g_ref[r], atol=1e-4)
+                assert torch.allclose(
+                    taken[r], g[r] - dot[r] / (g_ref[r] @ g_ref[r]) * g_ref[r], atol=1e-4
+                )
                 # The old head gets no gradient from the current task, but its part of the projection must be written all the same.
                 assert (g[r][-8:-6] == 0).all()
                 assert (taken[r][-8:-6] != 0).all()
@@ -162,7 +190,15 @@ def test_the_reference_loss_is_the_mean_over_memory_examples_masked_to_their_own
     assert reference is not None
     logits = learner.fleet.forward(reference).logits
     own = torch.stack(
-        [torch.stack([x[0:2].logsumexp(0) - x[s] for x, s in zip(logits[r], reference.slots[r], strict=True)]).mean() for r in range(3)]
+        [
+            torch.stack(
+                [
+                    x[0:2].logsumexp(0) - x[s]
+                    for x, s in zip(logits[r], reference.slots[r], strict=True)
+                ]
+            ).mean()
+            for r in range(3)
+        ]
     )
     assert torch.allclose(learner.fleet.grad(reference)[1], own, atol=1e-5)
 
@@ -195,10 +231,15 @@ def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(moves: 
     learner.moves = moves
     before = learner.fleet.buffers["norm.num_batches_tracked"].clone()
     learner.fleet.learn(learner, batch)
-    assert torch.equal(learner.fleet.buffers["norm.num_batches_tracked"] - before, torch.full((3,), 2 if moves else 1))
+    assert torch.equal(
+        learner.fleet.buffers["norm.num_batches_tracked"] - before,
+        torch.full((3,), 2 if moves else 1),
+    )
 
 
-def test_whether_the_reference_pass_moves_statistics_changes_no_weight_but_what_evaluation_sees() -> None:
+def test_whether_the_reference_pass_moves_statistics_changes_no_weight_but_what_evaluation_sees() -> (
+    None
+):
     (moving, batch), (still, _) = (learner_after_a_task(build=Normed) for _ in range(2))
     still.moves = False
     for seed in range(8):
@@ -213,7 +254,9 @@ def test_whether_the_reference_pass_moves_statistics_changes_no_weight_but_what_
 
 def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it() -> None:
     learner, batch = learner_after_a_task()
-    learner.fleet.theta[:, -48:].mul_(1e6)  # the head alone: a saturated body would have no gradient to conflict
+    learner.fleet.theta[:, -48:].mul_(
+        1e6
+    )  # the head alone: a saturated body would have no gradient to conflict
     reference = learner.episodic.draw(100)
     assert reference is not None
     g, g_ref = (learner.fleet.grad(b, theta=learner.fleet.theta)[0] for b in (batch, reference))
@@ -224,8 +267,16 @@ def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it() -> None:
 
 
 def test_with_an_empty_memory_a_step_is_plain_sgd() -> None:
-    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS["a-gem"], [Run(0, {"learning_rate": 0.1})], Setup(hidden=(5,), memory_per_task=4))
-    _, plain, van = assemble(ToyStream(), "ev", METHODS["van"], [Run(0, {"learning_rate": 0.1})], Setup(hidden=(5,)))
+    feed, fleet, learner = assemble(
+        ToyStream(),
+        "ev",
+        METHODS["a-gem"],
+        [Run(0, {"learning_rate": 0.1})],
+        Setup(hidden=(5,), memory_per_task=4),
+    )
+    _, plain, van = assemble(
+        ToyStream(), "ev", METHODS["van"], [Run(0, {"learning_rate": 0.1})], Setup(hidden=(5,))
+    )
     learner.begin_task(0)
     for batch in feed.batches(0):
         fleet.learn(learner, batch)

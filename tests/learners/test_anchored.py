@@ -7,7 +7,10 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Build, Fleet
+from onepass.engine.slots import Slots
+from onepass.feed import Feed
 from onepass.learners import METHODS
 from onepass.learners import ewc as ewc_module
 from onepass.learners.anchored import Anchored, examples, scaled, singly
@@ -19,9 +22,7 @@ from onepass.learners.pi import Pi
 from onepass.learners.rwalk import Options as RWalkOptions
 from onepass.learners.rwalk import RWalk
 from onepass.protocol import Run, Setup, train
-from onepass.streams.batch import Batch
-from onepass.streams.feed import Feed
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads, shared_heads
 from oracles import learn, task, task_batch, uneven
 from toys import Dropped, Normed, ToyStream, fleet_of, small_net
 
@@ -54,10 +55,15 @@ def finish(case: str, learner: Anchored, batches: list[Batch]) -> None:
 
 @every_case
 @pytest.mark.parametrize("build", [Normed, Dropped])
-def test_importances_leave_no_trace_in_the_model_its_buffers_and_its_random_draws(case: str, build: Build) -> None:
+def test_importances_leave_no_trace_in_the_model_its_buffers_and_its_random_draws(
+    case: str, build: Build
+) -> None:
     learner = make(case, fleet_of(build))
     learn(learner, 0, uneven())
-    before, random = {name: t.clone() for name, t in learner.fleet.state().items()}, torch.get_rng_state()
+    before, random = (
+        {name: t.clone() for name, t in learner.fleet.state().items()},
+        torch.get_rng_state(),
+    )
     finish(case, learner, uneven())
     assert torch.equal(random, torch.get_rng_state())
     for name, tensor in learner.fleet.state().items():
@@ -66,7 +72,9 @@ def test_importances_leave_no_trace_in_the_model_its_buffers_and_its_random_draw
 
 
 @pytest.mark.parametrize("case", ["ewc", "mas"])
-def test_a_second_look_before_the_first_full_batch_does_not_hide_that_the_model_draws_random_numbers(case: str) -> None:
+def test_a_second_look_before_the_first_full_batch_does_not_hide_that_the_model_draws_random_numbers(
+    case: str,
+) -> None:
     """A batch of unequal rows, a second look at it, and the next batch of unequal rows: its dropout is still the run's own."""
     learner, random = make(case, fleet_of(Dropped)), torch.get_rng_state()
     short = task_batch(sizes=(7, 4, 2))
@@ -88,16 +96,24 @@ def test_importances_are_not_zero_after_a_task_however_short(case: str, steps: i
 
 @every_case
 def test_a_row_equals_the_same_run_alone(case: str) -> None:
-    together, alone = make(case, fleet_of()), make(case, Fleet(small_net, [11], Slots.separate(4, 2), [0.1]))
+    together, alone = (
+        make(case, fleet_of()),
+        make(case, Fleet(small_net, [11], Slots(separate_heads(4, 2)), [0.1])),
+    )
     for number in range(2):
         batches = uneven(number)
-        mine = [Batch(b.x[1:2, : b.lengths()[1]], b.slots[1:2, : b.lengths()[1]], task=number) for b in batches]
+        mine = [
+            Batch(b.x[1:2, : b.lengths()[1]], b.slots[1:2, : b.lengths()[1]], task=number)
+            for b in batches
+        ]
         for learner, seen in ((together, batches), (alone, mine)):
             learn(learner, number, seen)
             finish(case, learner, seen)
         assert torch.allclose(together.fleet.theta[1], alone.fleet.theta[0], atol=1e-5)
         for name, tensor in together.state().items():
-            assert torch.allclose(tensor[1].float(), alone.state()[name][0].float(), rtol=1e-3, atol=1e-5), name
+            assert torch.allclose(
+                tensor[1].float(), alone.state()[name][0].float(), rtol=1e-3, atol=1e-5
+            ), name
 
 
 @every_method
@@ -111,7 +127,9 @@ def test_without_strength_it_is_plain_sgd_and_each_row_has_a_strength_of_its_own
             plain -= 0.1 * learner.fleet.grad(batch, theta=plain)[0]
         learn(learner, number, batches)
         if number == 0:
-            assert torch.allclose(learner.fleet.theta, plain, atol=1e-6)  # no pull in the first task
+            assert torch.allclose(
+                learner.fleet.theta, plain, atol=1e-6
+            )  # no pull in the first task
         finish(case, learner, batches)
     assert torch.allclose(learner.fleet.theta[1], plain[1], atol=1e-6)
     assert (learner.pull[1] == 0).all()
@@ -119,7 +137,9 @@ def test_without_strength_it_is_plain_sgd_and_each_row_has_a_strength_of_its_own
 
 
 @every_method
-def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task_ends(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task_ends(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, options = CASES[case]
     looks: list[list[Batch]] = []
     ends: list[int] = []
@@ -144,7 +164,15 @@ def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task
     monkeypatch.setattr(kind, "end_task", ended)
     name = next(name for name, method in METHODS.items() if method.learner is kind)
     runs = [Run(3, {"learning_rate": 0.1, "strength": 0.5})]
-    train(ToyStream(examples=13), "ev", METHODS[name], runs, Setup(hidden=(5,)), options, evaluate=False)
+    train(
+        ToyStream(examples=13),
+        "ev",
+        METHODS[name],
+        runs,
+        Setup(hidden=(5,)),
+        options,
+        evaluate=False,
+    )
     if not kind.looks_again(options):
         assert (len(looks), len(ends)) == (0, 4)
         return
@@ -153,7 +181,9 @@ def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task
     for number, seen in enumerate(looks):
         expected = list(feed.batches(number))
         assert torch.equal(torch.cat([b.x for b in seen], 1), torch.cat([b.x for b in expected], 1))
-        assert torch.equal(torch.cat([b.slots for b in seen], 1), torch.cat([b.slots for b in expected], 1))
+        assert torch.equal(
+            torch.cat([b.slots for b in seen], 1), torch.cat([b.slots for b in expected], 1)
+        )
 
 
 def test_the_pull_is_the_gradient_of_the_penalty_without_a_half() -> None:
@@ -178,26 +208,36 @@ def test_scaling_is_over_a_whole_row_and_a_constant_row_vanishes() -> None:
     for r in (0, 2):
         order = importance[r].argsort()
         assert (found[r][order].diff() >= 0).all()
-        assert torch.allclose(found[r] * (importance[r].max() - importance[r].min()) + importance[r].min(), importance[r], rtol=1e-4)
+        assert torch.allclose(
+            found[r] * (importance[r].max() - importance[r].min()) + importance[r].min(),
+            importance[r],
+            rtol=1e-4,
+        )
 
 
 def test_singly_every_example_of_every_run_comes_once_and_in_order() -> None:
     batches = uneven()
     ones = [one for batch in batches for one in singly(batch)]
     assert all(one.x.shape[1] == 1 and one.slots.shape[1] == 1 for one in ones)
-    assert sum((examples(one, torch.zeros(1)) for one in ones), torch.zeros(3, 1)).tolist() == [[11], [9], [8]]
+    assert sum((examples(one, torch.zeros(1)) for one in ones), torch.zeros(3, 1)).tolist() == [
+        [11],
+        [9],
+        [8],
+    ]
     for run, count in enumerate((11, 9, 8)):
         mine = [one for one in ones if one.lengths()[run]]
         assert len(mine) == count
         expected = torch.cat([b.x[run, : b.lengths()[run]] for b in batches])
         assert torch.equal(torch.stack([one.x[run, 0] for one in mine]), expected)
-        assert [int(one.slots[run, 0]) for one in mine] == [s for b in batches for s in b.slots[run, : b.lengths()[run]].tolist()]
+        assert [int(one.slots[run, 0]) for one in mine] == [
+            s for b in batches for s in b.slots[run, : b.lengths()[run]].tolist()
+        ]
     assert all(one.task == 0 for one in ones)
 
 
 LAYOUTS = {
-    "a head a task": Slots.separate(3, 2),
-    "shared": Slots.shared(3, 4),
+    "a head a task": Slots(separate_heads(3, 2)),
+    "shared": Slots(shared_heads(3, 4)),
     "ragged": Slots(((0, 1, 2), (3, 4))),
     "shuffled": Slots(((4, 0), (3, 1), (2, 5))),
     "union": Slots(((0, 1, 2), (3, 4)), union=True),
@@ -205,48 +245,72 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_labels_are_drawn_by_the_probabilities_of_the_slots_that_compete_in_the_loss(layout: str) -> None:
+def test_labels_are_drawn_by_the_probabilities_of_the_slots_that_compete_in_the_loss(
+    layout: str,
+) -> None:
     slots, count = LAYOUTS[layout], 4000
     for own in slots.table:
-        logits, luck = 1.5 * torch.randn(slots.count), torch.rand(2, count // 2, dtype=torch.float64)
+        logits, uniform = (
+            1.5 * torch.randn(slots.count),
+            torch.rand(2, count // 2, dtype=torch.float64),
+        )
         given = torch.full((2, count // 2), own[-1])
-        drawn = slots.on(CPU).sample(logits.expand(2, count // 2, -1), given, luck)
+        drawn = slots.on(CPU).sample(logits.expand(2, count // 2, -1), given, uniform)
         rivals = list(range(slots.count)) if slots.union else list(own)
         likely = logits[rivals].softmax(0) * count
         seen = torch.bincount(drawn.flatten(), minlength=slots.count)
         assert drawn.shape == given.shape
         assert int(seen[rivals].sum()) == count
-        assert chisquare(seen[rivals].numpy(), likely.double().numpy() * (count / float(likely.double().sum()))).pvalue > 1e-4
+        assert (
+            chisquare(
+                seen[rivals].numpy(),
+                likely.double().numpy() * (count / float(likely.double().sum())),
+            ).pvalue
+            > 1e-4
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("luck", [0.0, 1 - 2**-53])
-def test_the_luckiest_and_the_unluckiest_draw_are_still_slots_of_the_task(layout: str, luck: float) -> None:
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_extreme_draws_are_still_slots_of_the_task(layout: str, uniform: float) -> None:
     slots = LAYOUTS[layout]
     logits = torch.randn(200, slots.count)
     for own in slots.table:
-        drawn = slots.on(CPU).sample(logits, torch.full((200,), own[0]), torch.full((200,), luck, dtype=torch.float64))
+        drawn = slots.on(CPU).sample(
+            logits, torch.full((200,), own[0]), torch.full((200,), uniform, dtype=torch.float64)
+        )
         rivals = range(slots.count) if slots.union else own
-        assert set(drawn.tolist()) == {rivals[0] if luck == 0 else rivals[-1]}
+        assert set(drawn.tolist()) == {rivals[0] if uniform == 0 else rivals[-1]}
 
 
 def rows_of(logits: Tensor, slots: Tensor, table: tuple[tuple[int, ...], ...]) -> list[list[float]]:
-    return [x[list(next(row for row in table if int(s) in row))].tolist() for x, s in zip(logits, slots, strict=True)]
+    return [
+        x[list(next(row for row in table if int(s) in row))].tolist()
+        for x, s in zip(logits, slots, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("layout", ["a head a task", "ragged", "shuffled", "union"])
-def test_outputs_are_those_of_the_examples_own_task_whatever_competes_in_the_loss(layout: str) -> None:
+def test_outputs_are_those_of_the_examples_own_task_whatever_competes_in_the_loss(
+    layout: str,
+) -> None:
     slots = LAYOUTS[layout]
     logits, given = torch.randn(2, 9, slots.count), torch.randint(0, slots.count, (2, 9))
     found, width = slots.on(CPU).outputs(logits, given), max(len(row) for row in slots.table)
     for r in range(2):
-        expected = [row + [0.0] * (width - len(row)) for row in rows_of(logits[r], given[r], slots.table)]
+        expected = [
+            row + [0.0] * (width - len(row)) for row in rows_of(logits[r], given[r], slots.table)
+        ]
         assert found[r].tolist() == expected
 
 
-def test_outputs_of_a_shared_head_are_all_of_them_and_their_slope_is_finite_where_tasks_are_ragged() -> None:
+def test_outputs_of_a_shared_head_are_all_of_them_and_their_slope_is_finite_where_tasks_are_ragged() -> (
+    None
+):
     logits = torch.randn(5, 4, requires_grad=True)
-    assert torch.equal(Slots.shared(3, 4).on(CPU).outputs(logits, torch.zeros(5, dtype=torch.int64)), logits)
+    assert torch.equal(
+        Slots(shared_heads(3, 4)).on(CPU).outputs(logits, torch.zeros(5, dtype=torch.int64)), logits
+    )
     ragged = torch.randn(3, 5, requires_grad=True)
     value = LAYOUTS["ragged"].on(CPU).outputs(ragged, torch.tensor([4, 3, 1])).square().sum()
     slope = torch.autograd.grad(value, ragged)[0]

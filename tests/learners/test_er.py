@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch, joined
 from onepass.engine.fleet import Fleet
 from onepass.learners import METHODS
 from onepass.learners.er import Er, Options
 from onepass.memory import EpisodicMemory, Policy
 from onepass.protocol import Run, Setup, assemble
-from onepass.streams.batch import Batch, joined
 from toys import Normed, ToyStream, batch_of, by_hand, fleet_of
 
 POLICIES: list[Policy] = ["class-reservoir", "ring", "reservoir"]
@@ -19,7 +19,12 @@ def of_task(batch: Batch, task: int, sizes: tuple[int, ...] | None = None) -> Ba
     return Batch(batch.x, batch.slots % 2 + 2 * task, sizes)
 
 
-def after_two_tasks(reference_batch: int = 5, policy: Policy = "class-reservoir", sizes: tuple[int, ...] | None = None, **more: object) -> Er:
+def after_two_tasks(
+    reference_batch: int = 5,
+    policy: Policy = "class-reservoir",
+    sizes: tuple[int, ...] | None = None,
+    **more: object,
+) -> Er:
     """A learner whose memory holds two tasks, of which it may have seen unequally many examples, and that has begun a third."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
     learner = Er(fleet, {}, Options(reference_batch), EpisodicMemory(fleet, 4, 10, policy=policy))
@@ -53,8 +58,12 @@ def pooled(fleet: Fleet, batch: Batch, replayed: Batch, run: int) -> Tensor:
     return by_hand(fleet, Batch(x.expand(run + 1, *x.shape), slots.expand(run + 1, -1)), run)[0]
 
 
-@pytest.mark.parametrize(("policy", "replayed"), [("class-reservoir", 3), ("ring", 11), ("reservoir", 100)])
-def test_a_step_is_the_gradient_of_the_mean_over_both_batches_each_example_among_its_own_tasks_slots(policy: Policy, replayed: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "replayed"), [("class-reservoir", 3), ("ring", 11), ("reservoir", 100)]
+)
+def test_a_step_is_the_gradient_of_the_mean_over_both_batches_each_example_among_its_own_tasks_slots(
+    policy: Policy, replayed: int
+) -> None:
     learner = after_two_tasks(replayed, policy)
     fleet, batch = learner.fleet, of_task(batch_of(size=8, seed=9), 2)
     for _ in range(4):
@@ -91,7 +100,9 @@ def test_the_current_task_is_replayed_only_if_asked_for(current: bool) -> None:
         for batch in feed.batches(task):
             fleet.learn(learner, batch)
         learner.end_task()
-        replayed = {slot // 2 for batch in batches for slot in batch.slots[:, 10:].flatten().tolist()}
+        replayed = {
+            slot // 2 for batch in batches for slot in batch.slots[:, 10:].flatten().tolist()
+        }
         assert replayed == set(range(task + current))
 
 
@@ -99,7 +110,13 @@ def test_replayed_examples_are_those_of_the_memory() -> None:
     learner = after_two_tasks(6)
     contents = learner.episodic.contents()
     assert contents is not None
-    kept = [{(*x, s) for x, s in zip(contents[0].x[r].tolist(), contents[0].slots[r].tolist(), strict=True)} for r in range(3)]
+    kept = [
+        {
+            (*x, s)
+            for x, s in zip(contents[0].x[r].tolist(), contents[0].slots[r].tolist(), strict=True)
+        }
+        for r in range(3)
+    ]
     batches, batch = seen(learner), of_task(batch_of(size=8, seed=9), 2)
     for _ in range(10):
         learner.fleet.learn(learner, batch)
@@ -107,7 +124,9 @@ def test_replayed_examples_are_those_of_the_memory() -> None:
     for b in batches:
         assert torch.equal(b.x[:, :8], batch.x)
         for r in range(3):
-            drawn = {(*x, s) for x, s in zip(b.x[r, 8:].tolist(), b.slots[r, 8:].tolist(), strict=True)}
+            drawn = {
+                (*x, s) for x, s in zip(b.x[r, 8:].tolist(), b.slots[r, 8:].tolist(), strict=True)
+            }
             assert len(drawn) == 6
             assert drawn <= kept[r]
 
@@ -118,12 +137,19 @@ def test_one_pass_moves_batch_norm_statistics_by_both_batches_together() -> None
     drawn = learner.episodic.draw(5)
     assert drawn is not None
     before = {name: b.clone() for name, b in fleet.buffers.items()}
-    parameters = dict(zip(fleet.architecture.names, fleet.architecture.views(fleet.theta.clone()), strict=True))
+    parameters = dict(
+        zip(fleet.architecture.names, fleet.architecture.views(fleet.theta.clone()), strict=True)
+    )
     fleet.learn(learner, batch)
-    assert torch.equal(fleet.buffers["norm.num_batches_tracked"] - before["norm.num_batches_tracked"], torch.ones(3, dtype=torch.int64))
+    assert torch.equal(
+        fleet.buffers["norm.num_batches_tracked"] - before["norm.num_batches_tracked"],
+        torch.ones(3, dtype=torch.int64),
+    )
     for r in range(3):
         x = torch.cat([batch.x[r], drawn.x[r]])
-        seen_by_norm = torch.conv1d(x[:, None], parameters["conv.weight"][r], parameters["conv.bias"][r], padding=1)
+        seen_by_norm = torch.conv1d(
+            x[:, None], parameters["conv.weight"][r], parameters["conv.bias"][r], padding=1
+        )
         expected = 0.9 * before["norm.running_mean"][r] + 0.1 * seen_by_norm.mean((0, 2))
         assert torch.allclose(fleet.buffers["norm.running_mean"][r], expected, atol=1e-5)
 
@@ -155,7 +181,11 @@ def test_rows_of_unequal_size_are_joined_with_what_their_own_memory_has(policy: 
     drawn = learner.episodic.draw(7)
     assert drawn is not None
     assert drawn.sizes == (7, 4, 2)
-    expected = [pooled(fleet, batch, drawn, 0), torch.zeros(fleet.theta.shape[1]), pooled(fleet, batch, drawn, 2)]
+    expected = [
+        pooled(fleet, batch, drawn, 0),
+        torch.zeros(fleet.theta.shape[1]),
+        pooled(fleet, batch, drawn, 2),
+    ]
     before, steps = fleet.theta.clone(), fleet.step.clone()
     fleet.learn(learner, batch)
     assert torch.allclose(before - fleet.theta, torch.stack(expected), atol=1e-5)

@@ -7,9 +7,9 @@ import torch
 from scipy.stats import chi2_contingency
 from torch import Tensor, nn
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Build, Fleet
 from onepass.learners.ewc import Ewc, Options
-from onepass.streams.batch import Batch
 from oracles import chances, examples_of, module_of, slope, task, task_batch, uneven
 from toys import FEATURES, Normed, batch_of, fleet_of, small_net
 
@@ -46,7 +46,9 @@ def test_the_first_task_is_plain_sgd() -> None:
     assert torch.allclose(fleet.theta, plain.theta, atol=1e-6)
 
 
-def test_importance_is_the_moving_average_of_squared_batch_gradients_with_nine_tenths_on_the_new() -> None:
+def test_importance_is_the_moving_average_of_squared_batch_gradients_with_nine_tenths_on_the_new() -> (
+    None
+):
     learner = ewc(fleet_of(), fisher_every=3)
     g = learn(learner, 6)
     learner.end_task()
@@ -77,17 +79,25 @@ def test_importance_is_not_zero_after_a_task_however_short(steps: int) -> None:
     learner.end_task()
     assert (learner.pull > 0).any(1).all()
     if steps < 10:
-        assert torch.allclose(learner.fisher, 0.9 * torch.stack([x.square() for x in g]).mean(0), rtol=1e-4)
+        assert torch.allclose(
+            learner.fisher, 0.9 * torch.stack([x.square() for x in g]).mean(0), rtol=1e-4
+        )
 
 
-def test_the_authors_cadence_leaves_a_short_task_without_importance_and_carries_the_rest_over() -> None:
+def test_the_authors_cadence_leaves_a_short_task_without_importance_and_carries_the_rest_over() -> (
+    None
+):
     learner = ewc(fleet_of(), fisher_every=10, flush=False)
     first = learn(learner, 7)
     learner.end_task()
     assert (learner.pull == 0).all()
     second = learn(learner, 10, task=1)
     learner.end_task()
-    assert torch.allclose(learner.fisher, 0.9 * torch.stack([x.square() for x in first + second]).sum(0) / 10, rtol=1e-4)
+    assert torch.allclose(
+        learner.fisher,
+        0.9 * torch.stack([x.square() for x in first + second]).sum(0) / 10,
+        rtol=1e-4,
+    )
 
 
 def test_the_anchor_is_the_end_of_the_last_task() -> None:
@@ -109,7 +119,12 @@ def test_importance_of_earlier_tasks_lives_on() -> None:
     first = learner.fisher.clone()
     g = learn(learner, 10, task=1)
     learner.end_task()
-    assert torch.allclose(learner.fisher, 0.1 * first + 0.9 * torch.stack([x.square() for x in g]).mean(0), rtol=1e-3, atol=1e-9)
+    assert torch.allclose(
+        learner.fisher,
+        0.1 * first + 0.9 * torch.stack([x.square() for x in g]).mean(0),
+        rtol=1e-3,
+        atol=1e-9,
+    )
 
 
 def test_without_scaling_the_pull_is_the_moving_average_itself() -> None:
@@ -146,12 +161,21 @@ def fisher_of(fleet: Fleet, batches: list[Batch]) -> Tensor:
     rows = []
     for run in range(fleet.runs):
         module = module_of(fleet, run)
-        rows.append(torch.stack([slope(module, chances(module, x, slot)[slot % 2]) ** 2 for x, slot in examples_of(batches, run)]).mean(0))
+        rows.append(
+            torch.stack(
+                [
+                    slope(module, chances(module, x, slot)[slot % 2]) ** 2
+                    for x, slot in examples_of(batches, run)
+                ]
+            ).mean(0)
+        )
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("build", [small_net, Normed])
-def test_the_fisher_information_of_a_task_is_that_of_its_end_example_by_example_in_evaluation_mode(build: Build) -> None:
+def test_the_fisher_information_of_a_task_is_that_of_its_end_example_by_example_in_evaluation_mode(
+    build: Build,
+) -> None:
     learner, batches = original(fleet_of(build), labels="data"), uneven()
     second_look(learner, 0, batches)
     expected = fisher_of(learner.fleet, batches)
@@ -164,7 +188,9 @@ def line() -> nn.Module:
     return nn.Linear(FEATURES, 8)
 
 
-def test_labels_drawn_from_the_models_own_prediction_give_the_fisher_information_on_average() -> None:
+def test_labels_drawn_from_the_models_own_prediction_give_the_fisher_information_on_average() -> (
+    None
+):
     """Five hundred runs that differ in nothing but their draws, against the sum over both labels."""
     fleet, batch = fleet_of(line, runs=500), task_batch(1, runs=1, size=4)
     fleet.theta.copy_(3 * fleet.theta[0])
@@ -173,7 +199,9 @@ def test_labels_drawn_from_the_models_own_prediction_give_the_fisher_information
     exact, module = torch.zeros_like(fleet.theta[0]), module_of(fleet, 0)
     for x, slot in examples_of([batch], 0):
         logs = chances(module, x, slot)
-        exact += torch.stack([log.exp().detach() * slope(module, log) ** 2 for log in logs]).sum(0) / 4
+        exact += (
+            torch.stack([log.exp().detach() * slope(module, log) ** 2 for log in logs]).sum(0) / 4
+        )
     error = learner.fisher.std(0) / 500**0.5
     assert ((learner.fisher.mean(0) - exact).abs() <= 4.5 * error + 1e-7).all()
     assert (error < 0.1 * exact.clamp(min=1e-6)).all()  # so a wrong distribution would show
@@ -186,13 +214,27 @@ def fleet_at(fleet: Fleet, run: int) -> Fleet:
     return alone
 
 
-def test_labels_are_drawn_anew_for_every_example_run_and_task_by_the_probabilities_of_the_model() -> None:
+def test_labels_are_drawn_anew_for_every_example_run_and_task_by_the_probabilities_of_the_model() -> (
+    None
+):
     fleet, one = fleet_of(line, runs=40), task_batch(2, runs=1, size=1)
     fleet.theta.copy_(2 * fleet.theta[0])
     learner, batch = original(fleet), Batch(one.x.expand(40, -1, -1), one.slots.expand(40, -1))
-    draws = torch.stack([learner.relabelled(batch, torch.full((40, 1), number)).slots[:, 0] - 4 for number in range(60)], 1)
+    draws = torch.stack(
+        [
+            learner.relabelled(batch, torch.full((40, 1), number)).slots[:, 0] - 4
+            for number in range(60)
+        ],
+        1,
+    )
     fleet.step += 7
-    later = torch.stack([learner.relabelled(batch, torch.full((40, 1), number)).slots[:, 0] - 4 for number in range(60)], 1)
+    later = torch.stack(
+        [
+            learner.relabelled(batch, torch.full((40, 1), number)).slots[:, 0] - 4
+            for number in range(60)
+        ],
+        1,
+    )
     p = float(chances(module_of(fleet, 0), one.x[0, 0], 4)[1].exp().detach())
     for drawn in (draws, later):
         assert abs(float(drawn.float().mean()) - p) < 4 * (p * (1 - p) / 2400) ** 0.5
@@ -203,7 +245,10 @@ def test_labels_are_drawn_anew_for_every_example_run_and_task_by_the_probabiliti
 
 def test_squares_are_of_examples_and_not_of_batches() -> None:
     whole = task_batch(0, size=12)
-    pieces = [replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b]) for a, b in ((0, 5), (5, 11), (11, 12))]
+    pieces = [
+        replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b])
+        for a, b in ((0, 5), (5, 11), (11, 12))
+    ]
     learner = original(fleet_of(), labels="data")
     learner.review([whole])
     together = learner.fisher
@@ -215,7 +260,10 @@ def test_squares_are_of_examples_and_not_of_batches() -> None:
 
 def test_the_draws_do_not_depend_on_how_the_second_look_is_cut_into_batches() -> None:
     whole = task_batch(0, size=12)
-    pieces = [replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b]) for a, b in ((0, 5), (5, 11), (11, 12))]
+    pieces = [
+        replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b])
+        for a, b in ((0, 5), (5, 11), (11, 12))
+    ]
     learner = original(fleet_of())
     learner.review([whole])
     together = learner.fisher
@@ -239,7 +287,9 @@ def test_one_anchor_stands_for_the_pulls_of_all_past_tasks(normalise: bool) -> N
     pull = torch.autograd.grad(penalty, theta)[0]
     found = learner.direction(batch).clone() - learner.fleet.grad(batch)[0]
     assert torch.allclose(found, pull, rtol=1e-3, atol=1e-5)
-    assert not torch.allclose(found, 2 * 3.0 * learner.total * (learner.fleet.theta - past[-1][1]), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(
+        found, 2 * 3.0 * learner.total * (learner.fleet.theta - past[-1][1]), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_information_of_earlier_tasks_is_kept_whole() -> None:

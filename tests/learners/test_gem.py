@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize, nnls
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners import METHODS
 from onepass.learners.agem import project
@@ -17,7 +18,6 @@ from onepass.learners.gem import Gem, Options, closest, nonnegative
 from onepass.learners.van import Van
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble
-from onepass.streams.batch import Batch
 from toys import ToyStream, batch_of, by_hand, fleet_of
 
 Array = NDArray[np.float64]
@@ -33,7 +33,9 @@ def by_enumeration(g: Array, constraints: Array) -> Array:
     rows = unit(constraints)
     slack = 1e-12 * np.linalg.norm(g)
     found: list[Array] = []
-    for tight in chain.from_iterable(combinations(range(len(rows)), k) for k in range(len(rows) + 1)):
+    for tight in chain.from_iterable(
+        combinations(range(len(rows)), k) for k in range(len(rows) + 1)
+    ):
         some = rows[list(tight)]
         z = g - np.linalg.pinv(some, rcond=1e-10) @ (some @ g)
         if (rows @ z >= -slack).all():
@@ -44,7 +46,10 @@ def by_enumeration(g: Array, constraints: Array) -> Array:
 def by_dual(g: Array, G: Array, margin: float, ridge: float) -> Array:
     """`min ½ vᵀ (G Gᵀ + ridge I) v + gᵀ Gᵀ v`, `v ≥ margin`, by a generic solver, in units of the rows' lengths so that it converges."""
     units = np.linalg.norm(g) / np.linalg.norm(G, axis=1)
-    Q, q = (G @ G.T + ridge * np.eye(len(G))) * np.outer(units, units) / (g @ g), units * (G @ g) / (g @ g)
+    Q, q = (
+        (G @ G.T + ridge * np.eye(len(G))) * np.outer(units, units) / (g @ g),
+        units * (G @ g) / (g @ g),
+    )
     solved = minimize(
         lambda u: u @ Q @ u / 2 + q @ u,
         margin / units,
@@ -56,13 +61,23 @@ def by_dual(g: Array, G: Array, margin: float, ridge: float) -> Array:
     return np.asarray(g + G.T @ (units * solved.x))
 
 
-def problem(random: np.random.Generator, most: int = 8, closeness: float = -9) -> tuple[Array, Array]:
+def problem(
+    random: np.random.Generator, most: int = 8, closeness: float = -9
+) -> tuple[Array, Array]:
     """A gradient and constraints: some zero, repeated, opposite, almost repeated and almost opposite."""
     n, size = int(random.integers(1, most + 1)), int(random.integers(2, 13))
     G, g = random.standard_normal((n, size)), random.standard_normal(size)
     for k in range(1, n):
         other, little = G[random.integers(k)], 10 ** random.uniform(closeness, -2)
-        kinds = [G[k], G[k], 0 * other, other, -other, other + little * G[k], -other + little * G[k]]
+        kinds = [
+            G[k],
+            G[k],
+            0 * other,
+            other,
+            -other,
+            other + little * G[k],
+            -other + little * G[k],
+        ]
         G[k] = kinds[random.integers(len(kinds))]
     return g, G
 
@@ -84,7 +99,10 @@ def test_the_closest_vector_is_the_one_that_trying_all_active_sets_finds() -> No
     moved = 0
     for _ in range(400):
         g, G = problem(random, most=4, closeness=-4)
-        z, expected = closest(torch.from_numpy(g), torch.from_numpy(G)).numpy(), by_enumeration(g, G)
+        z, expected = (
+            closest(torch.from_numpy(g), torch.from_numpy(G)).numpy(),
+            by_enumeration(g, G),
+        )
         assert np.linalg.norm(z - expected) <= 1e-6 * np.linalg.norm(g)
         moved += not np.allclose(expected, g)
     assert moved > 200
@@ -108,32 +126,48 @@ def test_a_gradient_that_violates_nothing_stays_bit_identical() -> None:
 
 @pytest.mark.parametrize(("constraints", "expected"), [(3, [0.0, 2.5, 1.5]), (2, [0.0, 2.5, 1.0])])
 def test_a_margin_pushes_satisfied_constraints_too(constraints: int, expected: list[float]) -> None:
-    assert closest(torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3)[:constraints], margin=0.5).tolist() == pytest.approx(expected, abs=1e-12)
+    assert closest(
+        torch.tensor([-1.0, 2.0, 1.0]), torch.eye(3)[:constraints], margin=0.5
+    ).tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("margin", "ridge"), [(0.0, 0.0), (0.5, 0.0), (0.0, 1e-3), (0.5, 1e-3), (2.0, 0.1)])
+@pytest.mark.parametrize(
+    ("margin", "ridge"), [(0.0, 0.0), (0.5, 0.0), (0.0, 1e-3), (0.5, 1e-3), (2.0, 0.1)]
+)
 @pytest.mark.parametrize("scale", [0.03, 1.0, 20.0])
-def test_margin_and_ridge_are_those_of_gems_quadratic_program(margin: float, ridge: float, scale: float) -> None:
+def test_margin_and_ridge_are_those_of_gems_quadratic_program(
+    margin: float, ridge: float, scale: float
+) -> None:
     random = np.random.default_rng(3)
     for _ in range(30):
         n = int(random.integers(1, 6))
-        g, G = random.standard_normal(9) * scale, random.standard_normal((n, 9)) * scale * random.uniform(0.5, 2, (n, 1))
+        g, G = (
+            random.standard_normal(9) * scale,
+            random.standard_normal((n, 9)) * scale * random.uniform(0.5, 2, (n, 1)),
+        )
         found = closest(torch.from_numpy(g), torch.from_numpy(G), margin, ridge).numpy()
-        assert np.linalg.norm(found - by_dual(g, G, margin, ridge)) <= 1e-4 * max(np.linalg.norm(g), margin * np.linalg.norm(G))
+        assert np.linalg.norm(found - by_dual(g, G, margin, ridge)) <= 1e-4 * max(
+            np.linalg.norm(g), margin * np.linalg.norm(G)
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_a_ridge_leaves_the_constraint_violated_where_gradients_are_small(scale: float) -> None:
     g, G = scale * torch.tensor([-1.0, 1.0]).double(), scale * torch.tensor([[1.0, 0.0]]).double()
     left = 1e-3 / (scale**2 + 1e-3)  # v = s² / (s² + ridge)
-    assert torch.allclose(closest(g, G, ridge=1e-3) / scale, torch.tensor([-left, 1.0]).double(), atol=1e-9)
+    assert torch.allclose(
+        closest(g, G, ridge=1e-3) / scale, torch.tensor([-left, 1.0]).double(), atol=1e-9
+    )
     assert torch.allclose(closest(g, G) / scale, torch.tensor([0.0, 1.0]).double(), atol=1e-12)
 
 
 def test_without_margin_and_ridge_the_lengths_of_constraints_do_not_matter() -> None:
     random = np.random.default_rng(4)
     for _ in range(100):
-        g, G = torch.from_numpy(random.standard_normal(8)), torch.from_numpy(random.standard_normal((4, 8)))
+        g, G = (
+            torch.from_numpy(random.standard_normal(8)),
+            torch.from_numpy(random.standard_normal((4, 8))),
+        )
         lengths = torch.from_numpy(10 ** random.uniform(-8, 8, (4, 1)))
         assert torch.allclose(closest(g, G * lengths), closest(g, G), atol=1e-9)
         assert torch.allclose(closest(g * 1e-9, G), closest(g, G) * 1e-9, rtol=1e-9, atol=1e-18)
@@ -152,12 +186,20 @@ def test_least_squares_answers_are_optimal_where_scipys_are_not() -> None:
         assert np.abs(x * downhill).max() <= 1e-8
 
 
-def gem(fleet: Fleet, margin: float = 0.0, ridge: float = 0.0, budget: int = 10, include_current: bool = False) -> Gem:
+def gem(
+    fleet: Fleet,
+    margin: float = 0.0,
+    ridge: float = 0.0,
+    budget: int = 10,
+    include_current: bool = False,
+) -> Gem:
     memory = EpisodicMemory(fleet, 4, budget, include_current=include_current)
     return Gem(fleet, {"margin": torch.full((fleet.runs, 1), margin)}, Options(ridge), memory)
 
 
-wherever_it_is_solved = pytest.mark.parametrize("on_device", [False, True])  # by QR and SciPy, or as on a GPU
+wherever_it_is_solved = pytest.mark.parametrize(
+    "on_device", [False, True]
+)  # by QR and SciPy, or as on a GPU
 
 
 def of_task(batch: Batch, task: int, sizes: tuple[int, ...] | None = None) -> Batch:
@@ -181,7 +223,11 @@ def memory_gradient(learner: Rehearsal, run: int, task: int) -> Array:
     assert contents is not None
     batch, owner = contents
     mine = owner[run] == task
-    return by_hand(learner.fleet, Batch(batch.x[:, mine], batch.slots[:, mine]), run)[0].double().numpy()
+    return (
+        by_hand(learner.fleet, Batch(batch.x[:, mine], batch.slots[:, mine]), run)[0]
+        .double()
+        .numpy()
+    )
 
 
 def elsewhere(fleet: Fleet) -> Tensor:
@@ -190,7 +236,9 @@ def elsewhere(fleet: Fleet) -> Tensor:
 
 
 @pytest.mark.parametrize("include_current", [False, True])
-def test_a_step_respects_the_whole_memory_of_every_past_task_over_all_parameters(include_current: bool) -> None:
+def test_a_step_respects_the_whole_memory_of_every_past_task_over_all_parameters(
+    include_current: bool,
+) -> None:
     learner, batch = after_tasks(3, include_current=include_current)
     fleet, expected, needed = learner.fleet, learner.violations.clone(), np.zeros(3)
     for _ in range(20):
@@ -204,9 +252,14 @@ def test_a_step_respects_the_whole_memory_of_every_past_task_over_all_parameters
             assert np.allclose(taken, solution, atol=1e-5)
             assert (unit(G[r]) @ taken).min() >= -1e-5
             expected[r] += int((G[r] @ g[r] < 0).any())
-            needed += [np.linalg.norm(by_enumeration(g[r], np.delete(G[r], k, 0)) - solution) > 1e-3 for k in range(3)]
+            needed += [
+                np.linalg.norm(by_enumeration(g[r], np.delete(G[r], k, 0)) - solution) > 1e-3
+                for k in range(3)
+            ]
             if not np.allclose(solution, g[r]):
-                assert (taken[-8:-2] != 0).any()  # biases of old heads, of which the current task's gradient knows nothing
+                assert (
+                    taken[-8:-2] != 0
+                ).any()  # biases of old heads, of which the current task's gradient knows nothing
     assert (needed > 3).all()  # no constraint could have been left out
     assert torch.equal(learner.violations, expected)
 
@@ -241,18 +294,27 @@ def test_the_whole_vector_decides_not_its_parts(on_device: bool) -> None:
 @wherever_it_is_solved
 def test_margins_are_the_rows_own_and_the_ridge_is_everybodys(on_device: bool) -> None:
     learner = gem(fleet_of(), ridge=1e-3)
-    learner = Gem(learner.fleet, {"margin": torch.tensor([[0.0], [0.5], [2.0]])}, Options(1e-3), learner.episodic)
+    learner = Gem(
+        learner.fleet,
+        {"margin": torch.tensor([[0.0], [0.5], [2.0]])},
+        Options(1e-3),
+        learner.episodic,
+    )
     learner._on_device = on_device
     g, constraints = torch.randn(3, 9), [torch.randn(3, 9) for _ in range(3)]
     constraints[0] = -g + 0.1 * torch.randn(3, 9)
     found = learner.respect(g.clone(), constraints)
     for r, margin in enumerate((0.0, 0.5, 2.0)):
         G = torch.stack([c[r] for c in constraints]).double().numpy()
-        assert np.allclose(found[r].numpy(), by_dual(g[r].double().numpy(), G, margin, 1e-3), atol=1e-4)
+        assert np.allclose(
+            found[r].numpy(), by_dual(g[r].double().numpy(), G, margin, 1e-3), atol=1e-4
+        )
 
 
 @wherever_it_is_solved
-def test_a_step_with_several_violations_counts_once_and_only_for_active_runs(on_device: bool) -> None:
+def test_a_step_with_several_violations_counts_once_and_only_for_active_runs(
+    on_device: bool,
+) -> None:
     learner = gem(fleet_of())
     learner._on_device = on_device
     learner.fleet.active[1] = False
@@ -269,24 +331,44 @@ def test_zero_gradients_and_rows_that_are_not_numbers_disturb_nobody(on_device: 
     learner._on_device = on_device
     g, constraints = torch.randn(5, 9), [torch.randn(5, 9), torch.randn(5, 9)]
     constraints[0] = -g + 0.1 * torch.randn(5, 9)  # all would be violated
-    g[1], constraints[1][2], constraints[1][3], g[4, 3], constraints[0][4, 3] = 0, torch.nan, 0, torch.inf, -1
+    g[1], constraints[1][2], constraints[1][3], g[4, 3], constraints[0][4, 3] = (
+        0,
+        torch.nan,
+        0,
+        torch.inf,
+        -1,
+    )
     found = learner.respect(g.clone(), constraints)
     assert torch.equal(found[[1, 2, 4]], g[[1, 2, 4]])
     for r in (0, 3):
-        assert torch.allclose(found[r], closest(g[r], torch.stack([c[r] for c in constraints])), atol=1e-5 if on_device else 0, rtol=0)
+        assert torch.allclose(
+            found[r],
+            closest(g[r], torch.stack([c[r] for c in constraints])),
+            atol=1e-5 if on_device else 0,
+            rtol=0,
+        )
     assert learner.violations.tolist() == [1, 0, 0, 1, 0]
 
 
 def test_tasks_smaller_than_their_memory_are_constraints_of_their_own_size() -> None:
     rows = [Run(seed, {"learning_rate": 0.3, "margin": 0.0}) for seed in (1, 2, 3)]
-    feed, fleet, learner = assemble(ToyStream(ragged=True, shared=True), "ev", METHODS["gem"], rows, Setup(hidden=(5,), memory_per_task=60))
+    feed, fleet, learner = assemble(
+        ToyStream(ragged=True, shared=True),
+        "ev",
+        METHODS["gem"],
+        rows,
+        Setup(hidden=(5,), memory_per_task=60),
+    )
     assert isinstance(learner, Gem)
     compared = 0
     for phase in range(3):
         learner.begin_task(phase)
         for batch in feed.batches(phase):
             before, steps = fleet.theta.clone(), fleet.step.clone()
-            g = [by_hand(fleet, batch, r)[0].double().numpy() if batch.lengths()[r] else np.zeros(1) for r in range(3)]
+            g = [
+                by_hand(fleet, batch, r)[0].double().numpy() if batch.lengths()[r] else np.zeros(1)
+                for r in range(3)
+            ]
             G = [[memory_gradient(learner, r, k) for k in range(phase)] for r in range(3)]
             fleet.learn(learner, batch)
             for r in range(3):
@@ -295,7 +377,9 @@ def test_tasks_smaller_than_their_memory_are_constraints_of_their_own_size() -> 
                     assert np.allclose(taken, by_enumeration(g[r], np.stack(G[r])), atol=1e-4)
                     compared += 1
         learner.end_task()
-        assert learner.episodic.sizes == [sum(feed.lengths(k)[r] for k in range(phase + 1)) for r in range(3)]
+        assert learner.episodic.sizes == [
+            sum(feed.lengths(k)[r] for k in range(phase + 1)) for r in range(3)
+        ]
     assert compared > 15
     assert len(set(learner.episodic.sizes)) > 1
     assert learner.violations.min() > 0

@@ -9,16 +9,16 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor, nn
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
+from onepass.feed import Feed
 from onepass.learners import METHODS
 from onepass.learners.icarl import ICarl, Options
 from onepass.metrics import metrics
 from onepass.protocol import Run, Setup, train
 from onepass.recording import accuracy
 from onepass.streams.base import Part, Task
-from onepass.streams.batch import Batch
-from onepass.streams.feed import Feed
 from toys import Normed, ToyStream, small_net
 
 Made = tuple[Feed, Fleet, ICarl]
@@ -29,7 +29,10 @@ class Turned(ToyStream):
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         before = super().tasks(part, seed)
-        return [replace(before[(k + seed) % 4], slot_of_class=before[k].slot_of_class.roll(2 * seed)) for k in range(4)]
+        return [
+            replace(before[(k + seed) % 4], slot_of_class=before[k].slot_of_class.roll(2 * seed))
+            for k in range(4)
+        ]
 
 
 def made(
@@ -85,7 +88,10 @@ def test_exemplars_are_herded_on_features_of_length_one_at_the_end_of_their_task
                 rows, chosen = features(fleet, pool, r), learner.x[r, slot, : learner.held[r, slot]]
                 where = (chosen[:, None] == pool).all(-1)
                 assert (where.sum(1) == 1).all()
-                total, left = torch.zeros(5, dtype=torch.float64), torch.ones(len(rows), dtype=torch.bool)
+                total, left = (
+                    torch.zeros(5, dtype=torch.float64),
+                    torch.ones(len(rows), dtype=torch.bool),
+                )
                 for step, best in enumerate(where.long().argmax(1).tolist(), start=1):
                     far = (rows.mean(0) - (rows + total) / step).norm(dim=1)
                     assert left[best]
@@ -103,13 +109,17 @@ def test_the_budget_is_never_exceeded_and_every_class_has_exemplars(budget: int)
         assert learner.x.shape[:2] == (3, 2 * k + 2)
         assert learner.held.max() <= learner.x.shape[2] <= room
         assert learner.held.shape == (3, 2 * k + 2)
-        sizes = torch.tensor([[len(shown(feed, slot // 2, slot, r)) for slot in range(2 * k + 2)] for r in range(3)])
+        sizes = torch.tensor(
+            [[len(shown(feed, slot // 2, slot, r)) for slot in range(2 * k + 2)] for r in range(3)]
+        )
         assert torch.equal(learner.held, sizes.clamp(max=room))
         assert learner.held.min() >= 1
         assert learner.held.sum(1).max() <= budget
         if k:
             places = min(room, before.shape[2])
-            assert torch.equal(learner.x[:, : 2 * k, :places], before[:, :, :places])  # the first ones, in their order
+            assert torch.equal(
+                learner.x[:, : 2 * k, :places], before[:, :, :places]
+            )  # the first ones, in their order
         before = learner.x
 
 
@@ -156,7 +166,9 @@ def test_draws_are_uniform_over_exemplars() -> None:
     drawn = learner.exemplars()
     assert len(set(learner.held.flatten().tolist())) > 3  # classes of unequal size
     for r in range(3):
-        every = torch.cat([learner.x[r, slot, :n] for slot, n in enumerate(learner.held[r].tolist())])
+        every = torch.cat(
+            [learner.x[r, slot, :n] for slot, n in enumerate(learner.held[r].tolist())]
+        )
         owner = torch.arange(6).repeat_interleave(learner.held[r])
         same = (drawn.x[r][:, None] == every).all(-1)
         assert (same.sum(1) == 1).all()
@@ -184,7 +196,12 @@ def test_draws_depend_on_seed_and_step_alone() -> None:
 def distances(one: Made, x: Tensor, run: int, seen: int) -> Tensor:
     """From each example to the mean of each class's exemplars, all of length 1."""
     _, fleet, learner = one
-    means = torch.stack([features(fleet, learner.x[run, s, : learner.held[run, s]], run).mean(0) for s in range(2 * seen)])
+    means = torch.stack(
+        [
+            features(fleet, learner.x[run, s, : learner.held[run, s]], run).mean(0)
+            for s in range(2 * seen)
+        ]
+    )
     return (features(fleet, x, run)[:, None] - means / means.norm(dim=1, keepdim=True)).norm(dim=-1)
 
 
@@ -197,9 +214,14 @@ def test_an_answer_is_the_nearest_mean_of_exemplars(everything: bool) -> None:
             learn(one, [k], stop=99)
         else:
             keep(one, k)
-        assert [accuracy(fleet, learner, feed.test(unknown)).tolist() for unknown in range(seen, 4)] == [[0] * 3] * (4 - seen)
+        assert [
+            accuracy(fleet, learner, feed.test(unknown)).tolist() for unknown in range(seen, 4)
+        ] == [[0] * 3] * (4 - seen)
         for task in range(seen):
-            test = Batch(torch.randint(0, 256, (3, 60, 6), dtype=torch.uint8), torch.randint(2 * task, 2 * task + 2, (3, 60)))
+            test = Batch(
+                torch.randint(0, 256, (3, 60, 6), dtype=torch.uint8),
+                torch.randint(2 * task, 2 * task + 2, (3, 60)),
+            )
             scores = learner.scores(test)
             right = fleet.competition.correct(scores, test.slots)
             for r in range(3):
@@ -215,7 +237,9 @@ def test_an_answer_is_the_nearest_mean_of_exemplars(everything: bool) -> None:
     assert others_were_nearer > 100
 
 
-def gradient_by_hand(one: Made, x: Tensor, slots: Tensor, run: int, seen: int, teacher: Tensor) -> Tensor:
+def gradient_by_hand(
+    one: Made, x: Tensor, slots: Tensor, run: int, seen: int, teacher: Tensor
+) -> Tensor:
     """Of the mean over examples of the binary cross-entropies: of one-hot targets on new outputs, of the teacher's on old ones."""
     _, fleet, learner = one
 
@@ -223,12 +247,22 @@ def gradient_by_hand(one: Made, x: Tensor, slots: Tensor, run: int, seen: int, t
         w, b, head, bias = parameters
         return torch.sigmoid(torch.tanh(x.double() / 255 @ w.T + b) @ head.T + bias)
 
-    at, was = ([p[run].double().requires_grad_() for p in fleet.architecture.views(theta)] for theta in (fleet.theta, teacher))
-    found, old, strength = outputs(at), outputs(was).detach(), float(learner.columns["distillation"][run])
+    at, was = (
+        [p[run].double().requires_grad_() for p in fleet.architecture.views(theta)]
+        for theta in (fleet.theta, teacher)
+    )
+    found, old, strength = (
+        outputs(at),
+        outputs(was).detach(),
+        float(learner.columns["distillation"][run]),
+    )
     total = torch.zeros((), dtype=torch.float64)
     for y in range(2 * seen + 2):
         wanted, weight = (old[:, y], strength) if y < 2 * seen else ((slots == y).double(), 1.0)
-        total = total - weight * (wanted * found[:, y].log() + (1 - wanted) * (1 - found[:, y]).log()).mean()
+        total = (
+            total
+            - weight * (wanted * found[:, y].log() + (1 - wanted) * (1 - found[:, y]).log()).mean()
+        )
     return torch.cat([g.reshape(-1) for g in torch.autograd.grad(total, at)]).float()
 
 
@@ -246,8 +280,13 @@ def test_the_gradient_is_that_of_the_formula(seen: int) -> None:
             if n == 0:
                 assert (g[r] == 0).all()
                 continue
-            x, slots = torch.cat([batch.x[r, :n], drawn.x[r]]), torch.cat([batch.slots[r, :n], drawn.slots[r]])
-            assert torch.allclose(g[r], gradient_by_hand(one, x, slots, r, seen, teacher), atol=1e-5)
+            x, slots = (
+                torch.cat([batch.x[r, :n], drawn.x[r]]),
+                torch.cat([batch.slots[r, :n], drawn.slots[r]]),
+            )
+            assert torch.allclose(
+                g[r], gradient_by_hand(one, x, slots, r, seen, teacher), atol=1e-5
+            )
             assert g[r].norm() > 0.1
             for part in fleet.architecture.views(g[r])[2:]:  # the head
                 assert (part[: 2 * seen + 2] != 0).all()
@@ -263,7 +302,10 @@ def test_the_teacher_is_the_network_at_the_end_of_the_last_task_statistics_and_a
         taught = fleet.forward(batch).logits.sigmoid()[..., old]
         learn(one, [k], stop=2)
         assert torch.equal(learner.targets(batch)["wanted"][..., old], taught)
-        for other in (fleet.forward(batch), fleet.forward(batch, theta=learner.teacher)):  # the network of now, or its statistics
+        for other in (
+            fleet.forward(batch),
+            fleet.forward(batch, theta=learner.teacher),
+        ):  # the network of now, or its statistics
             assert not torch.allclose(other.logits.sigmoid()[..., old], taught, atol=1e-4)
         learn(one, [k], skip=2)
 
@@ -272,15 +314,27 @@ def test_looking_back_and_answering_change_nothing_of_the_network() -> None:
     feed, fleet, learner = one = made(Normed)
     for k in range(2):
         learn(one, [k], stop=3)
-        before, random = {name: t.clone() for name, t in fleet.state().items()}, torch.get_rng_state()
-        for look in (lambda k=k: learner.review(feed.batches(k)), learner.end_task, lambda k=k: learner.scores(feed.test(k)), learner.exemplars):
+        before, random = (
+            {name: t.clone() for name, t in fleet.state().items()},
+            torch.get_rng_state(),
+        )
+        for look in (
+            lambda k=k: learner.review(feed.batches(k)),
+            learner.end_task,
+            lambda k=k: learner.scores(feed.test(k)),
+            learner.exemplars,
+        ):
             look()
             assert all(torch.equal(t, before[name]) for name, t in fleet.state().items())
             assert torch.equal(torch.get_rng_state(), random)
 
 
-@pytest.mark.parametrize(("build", "task", "batches"), [(small_net, 1, 0), (small_net, 2, 2), (Normed, 2, 2)])
-def test_it_resumes_bit_identically(build: Callable[[], nn.Module], task: int, batches: int) -> None:
+@pytest.mark.parametrize(
+    ("build", "task", "batches"), [(small_net, 1, 0), (small_net, 2, 2), (Normed, 2, 2)]
+)
+def test_it_resumes_bit_identically(
+    build: Callable[[], nn.Module], task: int, batches: int
+) -> None:
     one, other = made(build), made(build)
     learn(one, range(task))
     learn(one, [task], stop=batches)
@@ -295,7 +349,9 @@ def test_it_resumes_bit_identically(build: Callable[[], nn.Module], task: int, b
 
 def test_there_is_no_learning_curve_but_accuracy_and_forgetting() -> None:
     rows = [Run(seed, {"learning_rate": 0.3, "distillation": 1.0}) for seed in (0, 1)]
-    for record in train(Turned(), "ev", METHODS["icarl"], rows, Setup(hidden=(16,)), Options(exemplars=80)):
+    for record in train(
+        Turned(), "ev", METHODS["icarl"], rows, Setup(hidden=(16,)), Options(exemplars=80)
+    ):
         found = metrics(record)
         assert (found.LCA_10, found.LCA_10_trapezoid) == (None, None)
         assert found.A_T > 0.8  # type: ignore[operator]

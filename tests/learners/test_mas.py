@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Build, Fleet
+from onepass.engine.slots import Slots
 from onepass.learners.mas import Mas, Options
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 from oracles import examples_of, learn, module_of, slope, task, task_batch, uneven
 from toys import Normed, fleet_of, small_net
 
@@ -27,9 +28,15 @@ def by_hand(fleet: Fleet, batches: list[Batch], per_batch: bool = False) -> Tens
             signed = []
             for x, slot in examples_of([batch], run):
                 outputs = module(x[None])[0]
-                signed.append(slope(module, outputs[slot // 2 * 2] ** 2 + outputs[slot // 2 * 2 + 1] ** 2))
+                signed.append(
+                    slope(module, outputs[slot // 2 * 2] ** 2 + outputs[slot // 2 * 2 + 1] ** 2)
+                )
             if signed:
-                total += torch.stack(signed).sum(0).abs() if per_batch else torch.stack(signed).abs().sum(0)
+                total += (
+                    torch.stack(signed).sum(0).abs()
+                    if per_batch
+                    else torch.stack(signed).abs().sum(0)
+                )
             seen += len(signed)
         rows.append(total / seen)
     return torch.stack(rows)
@@ -37,7 +44,9 @@ def by_hand(fleet: Fleet, batches: list[Batch], per_batch: bool = False) -> Tens
 
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("build", [small_net, Normed])
-def test_importance_is_the_mean_absolute_slope_of_the_squared_outputs_of_the_tasks_own_slots(build: Build, per_batch: bool) -> None:
+def test_importance_is_the_mean_absolute_slope_of_the_squared_outputs_of_the_tasks_own_slots(
+    build: Build, per_batch: bool
+) -> None:
     learner, batches = mas(fleet_of(build), per_batch=per_batch), uneven(1)
     learn(learner, 1, batches)
     expected = by_hand(learner.fleet, batches, per_batch)
@@ -46,7 +55,9 @@ def test_importance_is_the_mean_absolute_slope_of_the_squared_outputs_of_the_tas
     assert torch.allclose(learner.importance, expected, rtol=1e-4, atol=1e-7)
     assert torch.allclose(learner.pull, 2 * 2.0 * expected, rtol=1e-4, atol=1e-6)
     assert torch.equal(learner.anchor, learner.fleet.theta)
-    weights = learner.fleet.architecture.views(learner.importance)[-2]  # [R, slots, features] of the head
+    weights = learner.fleet.architecture.views(learner.importance)[
+        -2
+    ]  # [R, slots, features] of the head
     assert (weights[:, 2:4] > 0).any(2).all()
     assert (weights[:, [0, 1, 4, 5, 6, 7]] == 0).all()
 
@@ -71,9 +82,14 @@ def test_the_authors_absolute_value_of_a_batch_is_smaller_since_signs_cancel() -
     assert (found[1].sum(1) < 0.9 * found[0].sum(1)).all()
 
 
-def test_how_the_second_look_is_cut_into_batches_does_not_matter_unless_absolute_values_are_a_batchs() -> None:
+def test_how_the_second_look_is_cut_into_batches_does_not_matter_unless_absolute_values_are_a_batchs() -> (
+    None
+):
     whole = task_batch(0, 5, size=12)
-    pieces = [replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b]) for a, b in ((0, 5), (5, 11), (11, 12))]
+    pieces = [
+        replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b])
+        for a, b in ((0, 5), (5, 11), (11, 12))
+    ]
     for per_batch in (False, True):
         learner = mas(fleet_of(), last_task_only=True, per_batch=per_batch)
         learner.review([whole])
@@ -121,7 +137,11 @@ def test_where_all_slots_compete_in_the_loss_importance_is_still_of_the_tasks_ow
     batch = task_batch(1)
     found = []
     for union in (False, True):
-        learner = mas(Fleet(small_net, [10, 11, 12], Slots(Slots.separate(4, 2).table, union), [0.1] * 3))
+        learner = mas(
+            Fleet(
+                small_net, [10, 11, 12], Slots(Slots(separate_heads(4, 2)).table, union), [0.1] * 3
+            )
+        )
         learner.review([batch])
         found.append(learner.importance)
     assert torch.equal(*found)

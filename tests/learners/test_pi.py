@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.pi import Options, Pi
-from onepass.streams.batch import Batch
 from oracles import Plain, double_net, learn, lone, task, task_batch
 from toys import FEATURES, fleet_of
 
@@ -32,7 +32,9 @@ class ByHand(Plain):
         self.omega = torch.zeros_like(self.theta)
         for batch in batches:
             _, g = self.loss_and_gradient(batch)
-            step = -self.rate * (g + self.strength * 2 * self.importance * (self.theta - self.anchor))
+            step = -self.rate * (
+                g + self.strength * 2 * self.importance * (self.theta - self.anchor)
+            )
             self.theta = self.theta + step
             self.omega -= g * step
 
@@ -57,7 +59,9 @@ def test_it_walks_as_the_equations_say_over_three_tasks(strength: float, damping
         learner.end_task()
         hand.end_task()
         assert torch.allclose(learner.importance[0], hand.importance, rtol=1e-9, atol=1e-15)
-        assert torch.allclose(learner.pull[0], 2 * strength * hand.importance, rtol=1e-9, atol=1e-15)
+        assert torch.allclose(
+            learner.pull[0], 2 * strength * hand.importance, rtol=1e-9, atol=1e-15
+        )
         assert torch.equal(learner.anchor[0], learner.fleet.theta[0])
         assert (learner.path == 0).all()
     assert (hand.omega < 0).any()
@@ -80,7 +84,9 @@ def path_and_drop(strength: float, rate: float, steps: int) -> tuple[Tensor, flo
 
 
 @pytest.mark.parametrize("strength", [0.0, 4.0], ids=["without a pull", "with a strong pull"])
-def test_the_path_integral_sums_to_the_drop_of_the_loss_itself_up_to_the_step_size(strength: float) -> None:
+def test_the_path_integral_sums_to_the_drop_of_the_loss_itself_up_to_the_step_size(
+    strength: float,
+) -> None:
     errors = []
     for rate, steps in ((1 / 32, 16), (1 / 64, 32), (1 / 128, 64)):
         path, drop = path_and_drop(strength, rate, steps)
@@ -102,14 +108,18 @@ def scales() -> nn.Module:
 
 def test_without_damping_importance_times_squared_distance_sums_to_the_drop_of_the_loss() -> None:
     """Where every parameter goes downhill all the way: a logistic regression on examples that share no input."""
-    batch = Batch(torch.eye(FEATURES, dtype=torch.float64)[None], torch.tensor([[0, 1, 0, 1, 1, 0]]))
+    batch = Batch(
+        torch.eye(FEATURES, dtype=torch.float64)[None], torch.tensor([[0, 1, 0, 1, 1, 0]])
+    )
     learner = pi(lone(scales, rate=1 / 16), damping=1e-15)
     start = learner.fleet.theta.clone()
     before = Plain(learner.fleet, 0).loss_and_gradient(batch)[0]
     learn(learner, 0, [batch] * 100)
     learner.end_task()
     drop = before - Plain(learner.fleet, 0).loss_and_gradient(batch)[0]
-    assert float((learner.importance * (learner.fleet.theta - start).square()).sum()) == pytest.approx(drop, rel=0.01)
+    assert float(
+        (learner.importance * (learner.fleet.theta - start).square()).sum()
+    ) == pytest.approx(drop, rel=0.01)
     assert drop > 0.1
 
 
@@ -148,8 +158,12 @@ def test_importance_of_earlier_tasks_lives_on_and_only_of_the_tasks_own_steps_is
     learn(learner, 1, task(1, 5))
     path, moved = learner.path.clone(), learner.fleet.theta - begin
     learner.end_task()
-    assert torch.allclose(learner.importance - first, (path / (moved**2 + 1e-3)).clamp(min=0), rtol=1e-3, atol=1e-5)
-    assert (first[:, -8:-6] > 0).any(1).all()  # the first task's head: the second one does not move it
+    assert torch.allclose(
+        learner.importance - first, (path / (moved**2 + 1e-3)).clamp(min=0), rtol=1e-3, atol=1e-5
+    )
+    assert (
+        (first[:, -8:-6] > 0).any(1).all()
+    )  # the first task's head: the second one does not move it
     assert torch.equal(learner.importance[:, -8:-6], first[:, -8:-6])
 
 

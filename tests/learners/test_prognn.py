@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from onepass.engine import gradients
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
+from onepass.feed import Feed
 from onepass.learners import METHODS
 from onepass.learners.prognn import Options, ProgNN
 from onepass.metrics import metrics
@@ -20,9 +23,7 @@ from onepass.models.mlp import mlp
 from onepass.models.resnet import ResNet
 from onepass.protocol import Run, Setup, train
 from onepass.recording import accuracy
-from onepass.streams.batch import Batch
-from onepass.streams.feed import Feed
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 from toys import FEATURES, ToyStream, small_net
 
 fully_connected = partial(mlp, FEATURES, [5], 8)
@@ -30,16 +31,27 @@ residual = partial(ResNet, 2, 8, blocks=(1, 1))
 Values = dict[str, Tensor]
 
 
-def made(seeds: Sequence[int] = (4, 5), inputs: bool = False, mode: Mode = "looped", ragged: bool = False) -> tuple[Feed, Fleet, ProgNN]:
+def made(
+    seeds: Sequence[int] = (4, 5), inputs: bool = False, mode: Mode = "looped", ragged: bool = False
+) -> tuple[Feed, Fleet, ProgNN]:
     """A learner on a stream of four tasks, before its first step."""
     stream = ToyStream(ragged, examples=40)
     feed = Feed(stream, "ev", seeds, 10)
-    fleet = Fleet(fully_connected, seeds, feed.slots, [0.3] * len(seeds), prepare=stream.pool.prepare, gradients=mode)
+    fleet = Fleet(
+        fully_connected,
+        seeds,
+        feed.slots,
+        [0.3] * len(seeds),
+        prepare=stream.pool.prepare,
+        gradients=mode,
+    )
     return feed, fleet, ProgNN(fleet, {}, Options(inputs), None)
 
 
-def with_images(seeds: Sequence[int] = (4, 5), build: Callable[[], nn.Module] = residual) -> tuple[Fleet, ProgNN]:
-    fleet = Fleet(build, seeds, Slots.separate(4, 2), [0.05] * len(seeds))
+def with_images(
+    seeds: Sequence[int] = (4, 5), build: Callable[[], nn.Module] = residual
+) -> tuple[Fleet, ProgNN]:
+    fleet = Fleet(build, seeds, Slots(separate_heads(4, 2)), [0.05] * len(seeds))
     return fleet, ProgNN(fleet, {}, Options(), None)
 
 
@@ -50,7 +62,9 @@ def images(task: int, number: int, runs: int = 2, sizes: tuple[int, ...] | None 
 
 
 def values_of(fleet: Fleet) -> Values:
-    parameters = dict(zip(fleet.architecture.names, fleet.architecture.views(fleet.theta), strict=True))
+    parameters = dict(
+        zip(fleet.architecture.names, fleet.architecture.views(fleet.theta), strict=True)
+    )
     return {name: value.clone() for name, value in (parameters | fleet.buffers).items()}
 
 
@@ -80,7 +94,9 @@ def test_a_task_moves_the_parameters_of_its_own_column_alone(mode: Mode, inputs:
     for k in range(3):
         learner.begin_task(k)
         begun = values_of(fleet)
-        assert all(torch.equal(begun[name], value) for name, value in ended.items()), "adding a column changes no other"
+        assert all(torch.equal(begun[name], value) for name, value in ended.items()), (
+            "adding a column changes no other"
+        )
         assert {name.split(".")[1] for name in begun} == {str(j) for j in range(k + 1)}
         for batch in feed.batches(k):
             fleet.learn(learner, batch)
@@ -90,7 +106,9 @@ def test_a_task_moves_the_parameters_of_its_own_column_alone(mode: Mode, inputs:
 
 @pytest.mark.parametrize("sizes", [None, (6, 5)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_a_task_moves_batch_norm_statistics_of_its_own_column_alone(sizes: tuple[int, ...] | None, evaluated: bool) -> None:
+def test_a_task_moves_batch_norm_statistics_of_its_own_column_alone(
+    sizes: tuple[int, ...] | None, evaluated: bool
+) -> None:
     fleet, learner = with_images()
     for k in range(2):
         learner.begin_task(k)
@@ -106,14 +124,22 @@ def test_a_task_moves_batch_norm_statistics_of_its_own_column_alone(sizes: tuple
 def test_nothing_is_ever_forgotten(shared: bool) -> None:
     rows = [Run(seed, {"learning_rate": 0.3}) for seed in (0, 1)]
     stream, setup = ToyStream(shared=shared, examples=60), Setup(hidden=(32,), batch_size=2)
-    for record in train(stream, "ev", METHODS["prog-nn"], rows, setup, Options(input_laterals=shared)):
+    for record in train(
+        stream, "ev", METHODS["prog-nn"], rows, setup, Options(input_laterals=shared)
+    ):
         for k in range(4):
             assert record.accuracy[k:, k].tolist() == [record.accuracy[k, k]] * (4 - k)
-            assert record.accuracy[:k, k].tolist() == [0] * k == record.initial[1 : k + 1].tolist()  # no answer, no right answer
+            assert (
+                record.accuracy[:k, k].tolist() == [0] * k == record.initial[1 : k + 1].tolist()
+            )  # no answer, no right answer
         learnt = np.diag(record.accuracy)
         assert learnt.min() >= 0.5
         assert learnt.mean() > 0.7
-        assert (metrics(record).F_T, metrics(record).worst_forgetting, metrics(record).backward_transfer) == (0, 0, 0)
+        assert (
+            metrics(record).F_T,
+            metrics(record).worst_forgetting,
+            metrics(record).backward_transfer,
+        ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("build", ["mlp", "resnet"])
@@ -131,7 +157,9 @@ def test_answers_of_a_learnt_task_are_bit_identical_ever_after(build: str) -> No
         answers.append(learner.scores(test(k)))
         for j, before in enumerate(answers):
             assert torch.equal(learner.scores(test(j)), before)
-    assert not torch.allclose(answers[1], fleet.forward(test(1)).logits)  # column 2 would say something else
+    assert not torch.allclose(
+        answers[1], fleet.forward(test(1)).logits
+    )  # column 2 would say something else
 
 
 def test_looking_at_an_old_column_does_not_change_which_one_learns() -> None:
@@ -142,7 +170,9 @@ def test_looking_at_an_old_column_does_not_change_which_one_learns() -> None:
     learner.scores(feed.test(0))
     assert torch.equal(fleet.grad(batch)[0], g)
     with pytest.raises(RuntimeError):
-        learner.scores(Batch(torch.zeros(2, 3, FEATURES + 1), torch.zeros(2, 3, dtype=torch.int64), task=0))
+        learner.scores(
+            Batch(torch.zeros(2, 3, FEATURES + 1), torch.zeros(2, 3, dtype=torch.int64), task=0)
+        )
     assert torch.equal(fleet.grad(batch)[0], g)
 
 
@@ -160,7 +190,9 @@ def test_tasks_not_learnt_yet_get_no_answer() -> None:
 
 @pytest.mark.parametrize("mode", ["looped", "stacked"])
 @pytest.mark.parametrize("sizes", [None, (6, 5)], ids=["program", "autograd"])
-def test_no_gradient_is_computed_for_frozen_columns(mode: Mode, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradient_is_computed_for_frozen_columns(
+    mode: Mode, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, fleet, learner = made(mode=mode)
     asked: list[list[torch.Size]] = []
     trace, autograd = gradients.trace, torch.autograd.grad
@@ -178,10 +210,20 @@ def test_no_gradient_is_computed_for_frozen_columns(mode: Mode, sizes: tuple[int
     for k in range(3):
         learner.begin_task(k)
         asked.clear()
-        g, _ = fleet.grad(Batch(torch.rand(2, 6, FEATURES), torch.randint(2 * k, 2 * k + 2, (2, 6)), sizes, task=k))
+        g, _ = fleet.grad(
+            Batch(
+                torch.rand(2, 6, FEATURES), torch.randint(2 * k, 2 * k + 2, (2, 6)), sizes, task=k
+            )
+        )
         frozen, own = fleet.architecture.frozen, [5 * FEATURES + 5 + 5 * 8 + 8, 5 * 8 * k]
         assert fleet.trainable == slice(fleet.architecture.size - sum(own), fleet.architecture.size)
-        assert fleet.architecture.shapes[frozen:] == [(5, FEATURES), (5,), (8, 5), (8,), *([(8, 5 * k)] if k else [])]
+        assert fleet.architecture.shapes[frozen:] == [
+            (5, FEATURES),
+            (5,),
+            (8, 5),
+            (8,),
+            *([(8, 5 * k)] if k else []),
+        ]
         assert asked
         assert all(shapes == fleet.architecture.shapes[frozen:] for shapes in asked)
         assert (g[:, : fleet.trainable.start] == 0).all()
@@ -202,7 +244,9 @@ def test_new_columns_depend_on_the_seed_and_the_task_and_on_no_other_run() -> No
 
 
 @pytest.mark.parametrize("inputs", [False, True])
-def test_parameters_grow_with_the_square_of_the_tasks_and_the_estimate_covers_them(inputs: bool) -> None:
+def test_parameters_grow_with_the_square_of_the_tasks_and_the_estimate_covers_them(
+    inputs: bool,
+) -> None:
     _, fleet, learner = made(inputs=inputs)
     estimate = [learner.peak_bytes(tasks) for tasks in range(1, 5)]
     own, between = 5 * (FEATURES + 1) + 8 * (5 + 1), 5 * 8 + (FEATURES * 5 if inputs else 0)
@@ -255,7 +299,9 @@ def test_it_resumes_in_the_middle_of_a_task_and_adds_the_same_columns_afterwards
     for one, its in ((fleet, learner), (fresh, again)):
         learn(feed, one, its, [2], skip=2)
         its.begin_task(3)
-    assert torch.equal(fresh.theta, fleet.theta), "the initial values of a column that is added after resuming"
+    assert torch.equal(fresh.theta, fleet.theta), (
+        "the initial values of a column that is added after resuming"
+    )
     for one, its in ((fleet, learner), (fresh, again)):
         learn(feed, one, its, [3])
     assert torch.equal(fresh.theta, fleet.theta)
@@ -272,7 +318,9 @@ def test_it_resumes_with_batch_norm_whether_or_not_it_was_evaluated_before() -> 
         one.learn(its, images(2, 1))
         its.begin_task(3)
         one.learn(its, images(3, 0))
-    assert all(torch.equal(value, values_of(fleet)[name]) for name, value in values_of(fresh).items())
+    assert all(
+        torch.equal(value, values_of(fleet)[name]) for name, value in values_of(fresh).items()
+    )
 
 
 def test_a_network_that_cannot_be_taken_apart_is_refused_before_anything_is_learnt() -> None:

@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.rwalk import Options, RWalk
-from onepass.streams.batch import Batch
 from oracles import Plain, learn, lone, task, task_batch
 from toys import fleet_of
 
 
 def rwalk(fleet: Fleet, strength: float = 2.0, **options: object) -> RWalk:
-    return RWalk(fleet, {"strength": torch.full((fleet.runs, 1), strength)}, Options(**options), None)  # type: ignore[arg-type]
+    return RWalk(
+        fleet, {"strength": torch.full((fleet.runs, 1), strength)}, Options(**options), None
+    )  # type: ignore[arg-type]
 
 
 def unit(values: Tensor) -> Tensor:
@@ -28,13 +30,17 @@ class ByHand(Plain):
         super().__init__(fleet, rate)
         self.strength, self.options = strength, options
         self.anchor = self.start = self.theta.clone()
-        self.fisher, self.score, self.task_score, self.importance, self.path, self.squares = (torch.zeros_like(self.theta) for _ in range(6))
+        self.fisher, self.score, self.task_score, self.importance, self.path, self.squares = (
+            torch.zeros_like(self.theta) for _ in range(6)
+        )
         self.since = self.tasks = 0
 
     def stretch(self, steps: int) -> None:
         """The end of a stretch: first the scores, by the old information, then the information."""
         moved, half = self.theta - self.start, 1.0 if self.options.whole_distance else 0.5
-        self.task_score = self.task_score + (self.path / (half * self.fisher * moved**2 + self.options.damping)).clamp(min=0)
+        self.task_score = self.task_score + (
+            self.path / (half * self.fisher * moved**2 + self.options.damping)
+        ).clamp(min=0)
         self.fisher = 0.1 * self.fisher + 0.9 * self.squares / steps
         self.start, self.path, self.since = self.theta.clone(), torch.zeros_like(self.path), 0
         if not self.options.growing_squares:
@@ -43,7 +49,9 @@ class ByHand(Plain):
     def learn(self, batches: list[Batch]) -> None:
         for number, batch in enumerate(batches, start=1):
             _, g = self.loss_and_gradient(batch)
-            step = -self.rate * (g + self.strength * 2 * self.importance * (self.theta - self.anchor))
+            step = -self.rate * (
+                g + self.strength * 2 * self.importance * (self.theta - self.anchor)
+            )
             self.theta = self.theta + step
             self.path = self.path - g * step
             self.squares = self.squares + g**2
@@ -79,15 +87,34 @@ class ByHand(Plain):
         Options(fisher_every=3, growing_scores=True),
         Options(fisher_every=4, growing_squares=True),
         Options(fisher_every=3, flush=False),
-        Options(fisher_every=3, flush=False, whole_distance=True, growing_scores=True, growing_squares=True),
+        Options(
+            fisher_every=3,
+            flush=False,
+            whole_distance=True,
+            growing_scores=True,
+            growing_squares=True,
+        ),
     ],
-    ids=["every 3", "every 1", "every 100", "default", "damping", "whole distance", "growing scores", "growing squares", "no flush", "authors"],
+    ids=[
+        "every 3",
+        "every 1",
+        "every 100",
+        "default",
+        "damping",
+        "whole distance",
+        "growing scores",
+        "growing squares",
+        "no flush",
+        "authors",
+    ],
 )
 def test_it_walks_as_the_equations_say_over_three_tasks(options: Options) -> None:
     learner = RWalk(lone(rate=0.25), {"strength": torch.ones(1, 1)}, options, None)
     hand = ByHand(learner.fleet, 0.25, 1.0, options)
     for number in range(3):
-        learner.fleet.theta += 0.3 * torch.randn_like(learner.fleet.theta)  # a shove, so that the pull has something to do
+        learner.fleet.theta += 0.3 * torch.randn_like(
+            learner.fleet.theta
+        )  # a shove, so that the pull has something to do
         hand.theta = learner.fleet.theta[0].clone()
         batches = task(number, 8, runs=1, double=True)
         learn(learner, number, batches)
@@ -101,12 +128,24 @@ def test_it_walks_as_the_equations_say_over_three_tasks(options: Options) -> Non
 
 
 def close(learner: RWalk, hand: ByHand) -> None:
-    pairs = [(learner.fisher, hand.fisher), (learner.score, hand.score), (learner.fresh, hand.task_score), (learner.path, hand.path)]
-    for found, expected in [*pairs, (learner.squares, hand.squares), (learner.start, hand.start), (learner.fleet.theta, hand.theta)]:
+    pairs = [
+        (learner.fisher, hand.fisher),
+        (learner.score, hand.score),
+        (learner.fresh, hand.task_score),
+        (learner.path, hand.path),
+    ]
+    for found, expected in [
+        *pairs,
+        (learner.squares, hand.squares),
+        (learner.start, hand.start),
+        (learner.fleet.theta, hand.theta),
+    ]:
         assert torch.allclose(found[0], expected, rtol=1e-8, atol=1e-14)
 
 
-def test_in_the_first_stretch_there_is_no_distance_yet_since_the_information_is_that_of_before() -> None:
+def test_in_the_first_stretch_there_is_no_distance_yet_since_the_information_is_that_of_before() -> (
+    None
+):
     learner = rwalk(fleet_of(), fisher_every=3, damping=0.01)
     learn(learner, 0, task(0, 2))
     path = learner.path.clone()
@@ -121,7 +160,11 @@ def test_in_the_first_stretch_there_is_no_distance_yet_since_the_information_is_
 def test_in_the_second_stretch_the_distance_is_in_the_geometry_of_the_first(whole: bool) -> None:
     learner = rwalk(fleet_of(), fisher_every=2, damping=1e-6, whole_distance=whole)
     learn(learner, 0, task(0, 2))
-    fisher, score, start = learner.fisher.clone(), learner.fresh.clone(), learner.fleet.theta.clone()
+    fisher, score, start = (
+        learner.fisher.clone(),
+        learner.fresh.clone(),
+        learner.fleet.theta.clone(),
+    )
     path = torch.zeros_like(start)
     for batch in task(0, 4)[2:]:
         path += 0.1 * learner.fleet.grad(batch)[0] ** 2
@@ -136,12 +179,18 @@ def test_both_terms_are_scaled_to_one_over_the_whole_network() -> None:
     for number in range(2):
         learn(learner, number, task(number, 12))
         learner.end_task()
-        expected = torch.stack([unit(f) + unit(s) for f, s in zip(learner.fisher, learner.score, strict=True)])
+        expected = torch.stack(
+            [unit(f) + unit(s) for f, s in zip(learner.fisher, learner.score, strict=True)]
+        )
         assert torch.allclose(learner.pull, 6 * expected, rtol=1e-5)
         assert (learner.pull.amin(1) == 0).all()
         assert (learner.pull.amax(1) <= 12).all()
         assert (learner.pull.amax(1) >= 6).all()
-        layers = [layer.amax((1, 2)) for layer in learner.fleet.architecture.views(learner.pull) if layer.dim() == 3]
+        layers = [
+            layer.amax((1, 2))
+            for layer in learner.fleet.architecture.views(learner.pull)
+            if layer.dim() == 3
+        ]
         assert not torch.allclose(layers[0], layers[1])  # not each tensor on its own
 
 
@@ -157,7 +206,9 @@ def test_scores_of_the_first_task_are_its_own_and_later_ones_are_averaged_in(gro
         assert (learner.fresh == 0).all()
     first, second, third = scores
     keep = 1.5 if growing else 0.5
-    assert torch.allclose(learner.score, keep * (keep * first + 0.5 * second) + 0.5 * third, rtol=1e-5)
+    assert torch.allclose(
+        learner.score, keep * (keep * first + 0.5 * second) + 0.5 * third, rtol=1e-5
+    )
 
 
 def test_scores_are_never_negative_although_the_pull_takes_parameters_uphill() -> None:
@@ -191,7 +242,9 @@ def test_a_run_whose_task_ends_early_is_as_if_alone_and_one_that_diverged_scores
     for one in (learner, alone):
         one.end_task()
     for name in ("fisher", "score", "pull", "anchor", "start"):
-        assert torch.allclose(learner.state()[name][1], alone.state()[name][1], rtol=1e-4, atol=1e-6)
+        assert torch.allclose(
+            learner.state()[name][1], alone.state()[name][1], rtol=1e-4, atol=1e-6
+        )
     learner.fleet.theta[1] *= 1e6
     learn(learner, 1, task(1, 5))
     assert learner.fleet.diverged() == [False, True, False]

@@ -7,16 +7,17 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
+from onepass.engine.slots import Slots
+from onepass.feed import Feed
 from onepass.learners import METHODS
 from onepass.learners.agem import project
 from onepass.learners.base import Reference, Rehearsal
 from onepass.learners.sgem import Options, SGem
 from onepass.memory import EpisodicMemory, Policy
 from onepass.protocol import Run, Setup, assemble
-from onepass.streams.batch import Batch
-from onepass.streams.feed import Feed
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 from toys import ToyStream, batch_of, by_hand, fleet_of, small_net
 
 both = pytest.mark.parametrize("method", ["gem", "s-gem"])
@@ -59,17 +60,27 @@ def choices(fleet: Fleet, tasks: int, steps: int) -> Tensor:
 def ragged(seeds: Iterable[int]) -> tuple[Feed, Fleet, SGem]:
     rows = [Run(seed, {"learning_rate": 0.1}) for seed in seeds]
     feed, fleet, learner = assemble(
-        ToyStream(ragged=True, shared=True), "ev", METHODS["s-gem"], rows, Setup(hidden=(5,), memory_per_task=30, batch_size=5)
+        ToyStream(ragged=True, shared=True),
+        "ev",
+        METHODS["s-gem"],
+        rows,
+        Setup(hidden=(5,), memory_per_task=30, batch_size=5),
     )
     assert isinstance(learner, SGem)
     return feed, fleet, learner
 
 
 def test_the_past_task_is_uniform_in_every_step_and_run() -> None:
-    chosen = choices(Fleet(small_net, range(40), Slots.separate(4, 2), [0.1] * 40), 3, 1000)
-    pairs = (chosen, 3), (3 * chosen[1:] + chosen[:-1], 9), (3 * chosen[:, 1:] + chosen[:, :-1], 9)  # alone, after a step, beside a run
+    chosen = choices(Fleet(small_net, range(40), Slots(separate_heads(4, 2)), [0.1] * 40), 3, 1000)
+    pairs = (
+        (chosen, 3),
+        (3 * chosen[1:] + chosen[:-1], 9),
+        (3 * chosen[:, 1:] + chosen[:, :-1], 9),
+    )  # alone, after a step, beside a run
     for values, cells in pairs:
-        assert stats.chisquare(torch.bincount(values.flatten(), minlength=cells).numpy()).pvalue > 1e-3
+        assert (
+            stats.chisquare(torch.bincount(values.flatten(), minlength=cells).numpy()).pvalue > 1e-3
+        )
 
 
 @pytest.mark.parametrize("task", [1, 2, 3])
@@ -79,7 +90,9 @@ def test_only_past_tasks_are_chosen_and_all_of_them(task: int) -> None:
 
 def test_the_choice_is_a_function_of_the_runs_seed_and_step() -> None:
     together = choices(fleet_of(), 3, 50)
-    assert torch.equal(together[:, 1:2], choices(Fleet(small_net, [11], Slots.separate(4, 2), [0.1]), 3, 50))
+    assert torch.equal(
+        together[:, 1:2], choices(Fleet(small_net, [11], Slots(separate_heads(4, 2)), [0.1]), 3, 50)
+    )
     assert torch.equal(together, choices(fleet_of(), 3, 50))
     assert len({tuple(row.tolist()) for row in together.T}) == 3
 
@@ -121,7 +134,10 @@ def test_a_step_is_projected_onto_the_whole_memory_gradient_of_the_chosen_task()
         before = fleet.theta.clone()
         g = [by_hand(fleet, batch, r)[0] for r in range(3)]
         mine = [[owner[r] == k for k in range(3)] for r in range(3)]
-        references = [[by_hand(fleet, Batch(kept.x[:, m], kept.slots[:, m]), r)[0] for m in mine[r]] for r in range(3)]
+        references = [
+            [by_hand(fleet, Batch(kept.x[:, m], kept.slots[:, m]), r)[0] for m in mine[r]]
+            for r in range(3)
+        ]
         fleet.learn(learner, batch)
         for r in range(3):
             g_ref = references[r][heard[-1][r]]
@@ -140,7 +156,10 @@ def test_a_resumed_learner_goes_on_with_the_same_choices() -> None:
         learner.begin_task(task)
         for number, batch in enumerate(feed.batches(task)):
             if (task, number) == (3, 2):
-                saved = [{name: t.clone() for name, t in part.state().items()} for part in (fleet, learner, learner.episodic)]
+                saved = [
+                    {name: t.clone() for name, t in part.state().items()}
+                    for part in (fleet, learner, learner.episodic)
+                ]
                 counters = fleet.counters(), learner.counters()
                 heard = listen(learner)
             fleet.learn(learner, batch)
@@ -161,7 +180,12 @@ def test_a_resumed_learner_goes_on_with_the_same_choices() -> None:
 
 def rehearsing(method: str, fleet: Fleet, budget: int) -> Rehearsal:
     made = METHODS[method].learner
-    learner = made(fleet, {"margin": torch.zeros(fleet.runs, 1)}, made.options(), EpisodicMemory(fleet, 4, budget))
+    learner = made(
+        fleet,
+        {"margin": torch.zeros(fleet.runs, 1)},
+        made.options(),
+        EpisodicMemory(fleet, 4, budget),
+    )
     assert isinstance(learner, Rehearsal)
     return learner
 
@@ -169,7 +193,9 @@ def rehearsing(method: str, fleet: Fleet, budget: int) -> Rehearsal:
 @both
 def test_the_first_task_is_plain_sgd(method: str) -> None:
     rows = [Run(s, {"learning_rate": 0.1, "margin": 0.5}) for s in (1, 2)]
-    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS[method], rows, Setup(hidden=(5,), memory_per_task=4))
+    feed, fleet, learner = assemble(
+        ToyStream(), "ev", METHODS[method], rows, Setup(hidden=(5,), memory_per_task=4)
+    )
     _, plain, van = assemble(ToyStream(), "ev", METHODS["van"], rows, Setup(hidden=(5,)))
     learner.begin_task(0)
     for batch in feed.batches(0):
@@ -185,7 +211,9 @@ def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it(method: str) ->
     fleet.learn(learner, of_task(batch, 0))
     learner.end_task()
     learner.begin_task(1)
-    fleet.theta[:, -48:] *= 1e6  # the head: the hidden layer is not saturated, and its gradients conflict
+    fleet.theta[:, -48:] *= (
+        1e6  # the head: the hidden layer is not saturated, and its gradients conflict
+    )
     g, _ = fleet.grad(of_task(batch, 1), theta=fleet.theta)
     assert project(g, fleet.grad(learner.episodic.of([0, 0, 0]), theta=fleet.theta)[0])[1].any()
     fleet.learn(learner, of_task(batch, 1))
@@ -196,7 +224,10 @@ def test_a_run_that_diverges_in_a_step_counts_no_violation_in_it(method: str) ->
 
 @both
 def test_a_past_task_of_which_nothing_was_kept_is_no_constraint(method: str) -> None:
-    learner, batch = rehearsing(method, fleet_of(), budget=1), batch_of(size=8)  # room for the first class alone
+    learner, batch = (
+        rehearsing(method, fleet_of(), budget=1),
+        batch_of(size=8),
+    )  # room for the first class alone
     learner.fleet.learn(learner, Batch(batch.x, torch.ones_like(batch.slots)))
     learner.end_task()
     assert learner.episodic.sizes == [0, 0, 0]
@@ -209,7 +240,14 @@ def test_with_one_past_task_gem_and_s_gem_are_a_gem_on_that_tasks_whole_memory()
     ended: dict[str, tuple[Tensor, Tensor]] = {}
     for name, options in (("gem", None), ("s-gem", None), ("a-gem", Reference(100))):
         rows = [Run(seed, {"learning_rate": 0.1, "margin": 0.0}) for seed in (1, 2, 3)]
-        feed, fleet, learner = assemble(ToyStream(shared=True), "ev", METHODS[name], rows, Setup(hidden=(12,), memory_per_task=8), options)
+        feed, fleet, learner = assemble(
+            ToyStream(shared=True),
+            "ev",
+            METHODS[name],
+            rows,
+            Setup(hidden=(12,), memory_per_task=8),
+            options,
+        )
         for task, passes in ((0, 1), (1, 20)):
             learner.begin_task(task)
             for _ in range(passes):
@@ -234,7 +272,13 @@ def filled(policy: Policy, budget: int) -> EpisodicMemory:
     for task, sizes in enumerate([*SIZES, (6, 6, 6)]):
         memory.begin_task(task)
         number = torch.arange(9).expand(3, 9)
-        memory.observe(Batch(torch.stack([number, torch.full_like(number, task)], -1), number % 2 + 2 * task, sizes))
+        memory.observe(
+            Batch(
+                torch.stack([number, torch.full_like(number, task)], -1),
+                number % 2 + 2 * task,
+                sizes,
+            )
+        )
         if task < 3:
             memory.end_task()
     return memory
@@ -243,7 +287,10 @@ def filled(policy: Policy, budget: int) -> EpisodicMemory:
 def rows_of(memory: EpisodicMemory, tasks: list[int]) -> list[list[tuple[int, int, int]]]:
     """Number, task and slot of what is given for each run."""
     batch = memory.of(tasks)
-    cut = [(batch.x[r, :n].tolist(), batch.slots[r, :n].tolist()) for r, n in enumerate(batch.lengths())]
+    cut = [
+        (batch.x[r, :n].tolist(), batch.slots[r, :n].tolist())
+        for r, n in enumerate(batch.lengths())
+    ]
     return [sorted((*x, s) for x, s in zip(xs, slots, strict=True)) for xs, slots in cut]
 
 
@@ -264,7 +311,13 @@ def test_the_memory_of_a_task_is_the_same_after_restoring(policy: Policy, tasks:
     assert contents is not None
     batch, owner = contents
     kept = [
-        sorted((*x, s) for x, s, k in zip(batch.x[r].tolist(), batch.slots[r].tolist(), owner[r].tolist(), strict=True) if k == tasks[r])
+        sorted(
+            (*x, s)
+            for x, s, k in zip(
+                batch.x[r].tolist(), batch.slots[r].tolist(), owner[r].tolist(), strict=True
+            )
+            if k == tasks[r]
+        )
         for r in range(3)
     ]
     restored = EpisodicMemory(fleet_of(), 4, 5, policy=policy)

@@ -21,12 +21,21 @@ from onepass.live.classifier import OnePassClassifier
 from toys import FEATURES, small_net
 
 PROTECTED_BY_AN_END = [
-    name for name, found in METHODS.items() if not (found.joined or found.learner.own_network or found.learner.needs_own_classes or name == "van")
+    name
+    for name, found in METHODS.items()
+    if not (
+        found.joined
+        or found.learner.own_network
+        or found.learner.needs_own_classes
+        or name == "van"
+    )
 ]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "onepass.live.advice"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "onepass.live.advice"
+    ]
 
 
 def clusters(classes: list[int], rng: np.random.Generator, size: int = 10) -> tuple[Tensor, Tensor]:
@@ -38,7 +47,9 @@ def clusters(classes: list[int], rng: np.random.Generator, size: int = 10) -> tu
 
 
 @pytest.mark.parametrize("method", PROTECTED_BY_AN_END)
-def test_a_first_task_that_does_not_end_is_mentioned_once(method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_task_that_does_not_end_is_mentioned_once(
+    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onepass.live.advice.PATIENCE", 12)
     learner = OnePass(Rich(), method, learning_rate=0.01)
     for seed in range(30):
@@ -51,7 +62,10 @@ def test_a_first_task_that_does_not_end_is_mentioned_once(method: str, caplog: p
 
 @pytest.mark.parametrize(("method", "settings"), [("van", {}), ("a-gem", {"task_free": True})])
 def test_where_nothing_would_be_protected_by_an_end_there_is_nothing_to_say(
-    method: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    settings: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("onepass.live.advice.PATIENCE", 12)
     learner = OnePass(Rich(), method, learning_rate=0.01, **settings)
@@ -60,7 +74,9 @@ def test_where_nothing_would_be_protected_by_an_end_there_is_nothing_to_say(
     assert not said(caplog)
 
 
-def test_tasks_that_end_are_not_mentioned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_end_are_not_mentioned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onepass.live.advice.PATIENCE", 12)
     learner = OnePass(Rich(), learning_rate=0.01)
     for task in range(3):
@@ -73,7 +89,9 @@ def test_tasks_that_end_are_not_mentioned(caplog: pytest.LogCaptureFixture, monk
 
 
 @pytest.mark.parametrize("size", [1, 10])
-def test_new_classes_only_are_noticed_long_before_that(size: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_classes_only_are_noticed_long_before_that(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     rng, learner = np.random.default_rng(0), OnePass(small_net(4), learning_rate=0.01)
     for _ in range(30):
         learner.observe(*clusters([0, 1], rng, size))
@@ -126,12 +144,18 @@ class Ends:
 
 
 def looking(classifies: bool = True) -> tuple[Advice, Any]:
-    owner: Any = SimpleNamespace(learner=Ends(), task_free=False, segment=0, batches=0, classifies=classifies)
+    owner: Any = SimpleNamespace(
+        learner=Ends(), task_free=False, segment=0, batches=0, classifies=classifies
+    )
     return Advice(owner), owner
 
 
 LABELS: dict[str, Callable[[np.random.Generator], Iterator[list[int]]]] = {
-    f"{name}, {size} per batch": (lambda rng, weights=weights, size=size: iter(rng.choice(len(weights), (PATIENCE - 1, size), p=weights).tolist()))
+    f"{name}, {size} per batch": (
+        lambda rng, weights=weights, size=size: iter(
+            rng.choice(len(weights), (PATIENCE - 1, size), p=weights).tolist()
+        )
+    )
     for size in (1, 2, 10)
     for name, weights in {
         "two classes": np.full(2, 1 / 2),
@@ -151,12 +175,19 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("labels", "losses"), [*((one, "settled") for one in LABELS), *(("ten classes, 2 per batch", one) for one in LOSSES)])
-def test_200_streams_without_boundaries_raise_no_alarm(labels: str, losses: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("labels", "losses"),
+    [*((one, "settled") for one in LABELS), *(("ten classes, 2 per batch", one) for one in LOSSES)],
+)
+def test_200_streams_without_boundaries_raise_no_alarm(
+    labels: str, losses: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for seed in range(200):
         rng = np.random.default_rng(seed)
         advice, owner = looking()
-        for some, loss in zip(LABELS[labels](rng), LOSSES[losses](rng, PATIENCE - 1).tolist(), strict=True):
+        for some, loss in zip(
+            LABELS[labels](rng), LOSSES[losses](rng, PATIENCE - 1).tolist(), strict=True
+        ):
             owner.batches += 1
             advice.after(some, loss)
         assert advice.wanted
@@ -164,9 +195,14 @@ def test_200_streams_without_boundaries_raise_no_alarm(labels: str, losses: str,
 
 
 @pytest.mark.long
-def test_200_learners_of_streams_without_boundaries_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+def test_200_learners_of_streams_without_boundaries_raise_no_alarm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for seed in range(200):
-        rng, learner = np.random.default_rng(seed), OnePass(small_net(CLASSES), learning_rate=[0.01, 0.1, 1.0][seed % 3])
+        rng, learner = (
+            np.random.default_rng(seed),
+            OnePass(small_net(CLASSES), learning_rate=[0.01, 0.1, 1.0][seed % 3]),
+        )
         for _ in range(PATIENCE - 1):
             learner.observe(*clusters(list(range(CLASSES)), rng, [1, 5, 10][seed % 3]))
     assert not said(caplog)
@@ -177,7 +213,9 @@ def test_a_shift_is_found_among_losses_of_any_scale(caplog: pytest.LogCaptureFix
         rng, (advice, owner) = np.random.default_rng(0), looking(classifies=False)
         for number in range(BEFORE + 20 + ABOVE):
             owner.batches += 1
-            advice.after([0], offset + scale * float(rng.gamma(4, 0.25) + 10 * (number >= BEFORE + 20)))
+            advice.after(
+                [0], offset + scale * float(rng.gamma(4, 0.25) + 10 * (number >= BEFORE + 20))
+            )
         assert not advice.wanted
     assert len(said(caplog)) == 4
 
@@ -185,7 +223,10 @@ def test_a_shift_is_found_among_losses_of_any_scale(caplog: pytest.LogCaptureFix
 def test_looking_costs_microseconds() -> None:
     advice, owner = looking()
     rng = np.random.default_rng(0)
-    labels, losses = rng.integers(0, 10, (PATIENCE - 1, 10)).tolist(), rng.random(PATIENCE - 1).tolist()
+    labels, losses = (
+        rng.integers(0, 10, (PATIENCE - 1, 10)).tolist(),
+        rng.random(PATIENCE - 1).tolist(),
+    )
     began = time.perf_counter()
     for some, loss in zip(labels, losses, strict=True):
         owner.batches += 1

@@ -62,13 +62,32 @@ WRONG: list[tuple[str, str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "place", "value"), WRONG, ids=[f"{place}={str(value)[:20]!a}" for _, place, value in WRONG])
-def test_a_header_with_right_checksums_that_cannot_be_is_one_sentence(name: str, place: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    WRONG,
+    ids=[f"{place}={str(value)[:20]!a}" for _, place, value in WRONG],
+)
+def test_a_header_with_right_checksums_that_cannot_be_is_one_sentence(
+    name: str, place: str, value: Any, tmp_path: Path
+) -> None:
     refusal(changed(name, setting(place, value)), CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64], ids=str)
-def test_a_kind_of_number_that_no_batch_can_have_is_refused_in_header_and_tensors_alike(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_a_kind_of_number_that_no_batch_can_have_is_refused_in_header_and_tensors_alike(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     def change(about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         about["examples"]["kinds"][0][0] = str(dtype).removeprefix("torch.")
         for name in ("memory.examples.x", "sample.000"):
@@ -77,7 +96,9 @@ def test_a_kind_of_number_that_no_batch_can_have_is_refused_in_header_and_tensor
     refusal(changed("a-gem", change), CASES["a-gem"], tmp_path)
 
 
-@pytest.mark.parametrize("where", [np.array([1, 2]), torch.tensor([1, 2]), "", 3], ids=lambda where: type(where).__name__)
+@pytest.mark.parametrize(
+    "where", [np.array([1, 2]), torch.tensor([1, 2]), "", 3], ids=lambda where: type(where).__name__
+)
 def test_a_place_that_is_none_is_refused(where: Any, tmp_path: Path) -> None:
     refusal(content_of("a-gem", MIDDLE), CASES["a-gem"], tmp_path, where=where)
 
@@ -85,7 +106,10 @@ def test_a_place_that_is_none_is_refused(where: Any, tmp_path: Path) -> None:
 def test_as_many_tasks_as_a_file_can_name_are_read_at_once() -> None:
     began = time.monotonic()
     assert len(read_tasks({number: range(3) for number in range(20_000)})) == 20_000
-    assert len(read_tasks({number: range(3 * number, 3 * number + 3) for number in range(20_000)})) == 20_000
+    assert (
+        len(read_tasks({number: range(3 * number, 3 * number + 3) for number in range(20_000)}))
+        == 20_000
+    )
     assert time.monotonic() - began < 5
 
 
@@ -130,48 +154,135 @@ def first_twice(tensor: Tensor) -> Tensor:
 
 
 ROWS = [
-    (row, change) for row in ("members", "arrived", "visible", "fresh") for change in (shorter, twice, first_twice, with_first(-1), with_first(99))
+    (row, change)
+    for row in ("members", "arrived", "visible", "fresh")
+    for change in (shorter, twice, first_twice, with_first(-1), with_first(99))
 ]
 TENSORS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
-    *(("a-gem", f"memory.{row}", change) for row, change in ROWS if (row, change) != ("arrived", first_twice)),
-    *(("a-gem", f"memory.{row}", lambda t: t.double()) for row in ("members", "examples.slots", "examples.x")),
-    *(("a-gem", f"memory.examples.{column}", change) for column in ("x", "slots") for change in (shorter, twice, lambda t: t[:, None])),
+    *(
+        ("a-gem", f"memory.{row}", change)
+        for row, change in ROWS
+        if (row, change) != ("arrived", first_twice)
+    ),
+    *(
+        ("a-gem", f"memory.{row}", lambda t: t.double())
+        for row in ("members", "examples.slots", "examples.x")
+    ),
+    *(
+        ("a-gem", f"memory.examples.{column}", change)
+        for column in ("x", "slots")
+        for change in (shorter, twice, lambda t: t[:, None])
+    ),
     *(("a-gem", "memory.examples.slots", with_first(number)) for number in (-1, 6, 2**40)),
-    *(("a-gem", "memory.examples.x", with_first(number)) for number in (float("nan"), float("inf"))),
-    *(("a-gem, task-free", "memory.coming", change) for change in (with_first(99), lambda t: t[:, :1], lambda t: t[:0])),
+    *(
+        ("a-gem", "memory.examples.x", with_first(number))
+        for number in (float("nan"), float("inf"))
+    ),
+    *(
+        ("a-gem, task-free", "memory.coming", change)
+        for change in (with_first(99), lambda t: t[:, :1], lambda t: t[:0])
+    ),
     *(("a-gem", "module.0.weight", with_first(number)) for number in (float("nan"), float("inf"))),
-    *(("a-gem", "sample.000", change) for change in (shorter, twice, lambda t: t.double(), lambda t: t[:, :-1])),
-    *(("a-gem", "learner.violations", change) for change in (with_first(-1), with_first(2**62), lambda t: t.float(), twice)),
-    *(("pi, momentum", f"learner.{name}", change) for name in ("path", "anchor") for change in (lambda t: t[:, :-1], lambda t: t.half(), twice)),
-    *(("icarl", "learner.x", change) for change in (lambda t: t[:, :, :-1], lambda t: t[:, :-1], lambda t: t.double(), lambda t: t[..., :-1])),
-    *(("icarl", "learner.held", change) for change in (with_first(-1), with_first(99), torch.zeros_like, lambda t: t.float(), lambda t: t[:, :-1])),
-    *(("icarl, norm", "learner.teacher.norm.running_mean", change) for change in (shorter, lambda t: t.double())),
-    *(("er, Adam", "optimizer.0.exp_avg", change) for change in (shorter, lambda t: t.long(), lambda t: t.reshape(-1), with_first(float("nan")))),
+    *(
+        ("a-gem", "sample.000", change)
+        for change in (shorter, twice, lambda t: t.double(), lambda t: t[:, :-1])
+    ),
+    *(
+        ("a-gem", "learner.violations", change)
+        for change in (with_first(-1), with_first(2**62), lambda t: t.float(), twice)
+    ),
+    *(
+        ("pi, momentum", f"learner.{name}", change)
+        for name in ("path", "anchor")
+        for change in (lambda t: t[:, :-1], lambda t: t.half(), twice)
+    ),
+    *(
+        ("icarl", "learner.x", change)
+        for change in (
+            lambda t: t[:, :, :-1],
+            lambda t: t[:, :-1],
+            lambda t: t.double(),
+            lambda t: t[..., :-1],
+        )
+    ),
+    *(
+        ("icarl", "learner.held", change)
+        for change in (
+            with_first(-1),
+            with_first(99),
+            torch.zeros_like,
+            lambda t: t.float(),
+            lambda t: t[:, :-1],
+        )
+    ),
+    *(
+        ("icarl, norm", "learner.teacher.norm.running_mean", change)
+        for change in (shorter, lambda t: t.double())
+    ),
+    *(
+        ("er, Adam", "optimizer.0.exp_avg", change)
+        for change in (
+            shorter,
+            lambda t: t.long(),
+            lambda t: t.reshape(-1),
+            with_first(float("nan")),
+        )
+    ),
     *(
         ("er, Adam", "optimizer.0.step", change)
-        for change in (lambda t: t - 9, lambda t: t.repeat(3), lambda t: t * float("nan"), lambda t: t.long())
+        for change in (
+            lambda t: t - 9,
+            lambda t: t.repeat(3),
+            lambda t: t * float("nan"),
+            lambda t: t.long(),
+        )
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "tensor", "change"), TENSORS, ids=[f"{place}-{number}" for number, (_, place, _) in enumerate(TENSORS)])
+@pytest.mark.parametrize(
+    ("name", "tensor", "change"),
+    TENSORS,
+    ids=[f"{place}-{number}" for number, (_, place, _) in enumerate(TENSORS)],
+)
 def test_tensors_with_right_checksums_that_cannot_be_are_one_sentence(
     name: str, tensor: str, change: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
     refusal(changed(name, put(tensor, change)), CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a-gem", "er, Adam", "er, grown, Adam", "icarl", "mega-1, two inputs", "a-gem, own loss"])
+@pytest.mark.parametrize(
+    "name",
+    ["a-gem", "er, Adam", "er, grown, Adam", "icarl", "mega-1, two inputs", "a-gem, own loss"],
+)
 def test_a_tensor_that_is_missing_or_too_much_is_refused(name: str, tmp_path: Path) -> None:
     for key in taken_apart(content_of(name, MIDDLE))[1]:
         refusal(changed(name, lambda _, tensors, key=key: tensors.pop(key)), CASES[name], tmp_path)  # type: ignore[misc]
-    for key in ("module.x", "learner.x", "memory.x", "memory.examples.y", "sample.009", "optimizer.99.step", "optimizer.x", "x", ""):
+    for key in (
+        "module.x",
+        "learner.x",
+        "memory.x",
+        "memory.examples.y",
+        "sample.009",
+        "optimizer.99.step",
+        "optimizer.x",
+        "x",
+        "",
+    ):
         if key not in taken_apart(content_of(name, MIDDLE))[1]:
-            refusal(changed(name, lambda _, tensors, key=key: tensors.update({key: torch.zeros(2)})), CASES[name], tmp_path)  # type: ignore[misc]
+            refusal(
+                changed(name, lambda _, tensors, key=key: tensors.update({key: torch.zeros(2)})),
+                CASES[name],
+                tmp_path,
+            )  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["er, grown, Adam", "icarl, norm"])
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), MemoryError()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no"), KeyboardInterrupt(), MemoryError()],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_load_that_fails_at_its_very_end_leaves_everything_as_it_was(
     name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from live_wrapper import (
-    CLASSES,
-    LIVE,
-    Attending,
-    alike,
-    equal,
-    plainly,
-    sgd,
-    spectral,
-    stream,
-)
+from live_wrapper import CLASSES, LIVE, Attending, alike, equal, plainly, sgd, spectral, stream
 from onepass import Memory, OnePass
 from toys import FEATURES, Asking, Dropped, Normed, small_net
 
@@ -60,7 +50,9 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "build", [Normed, Dropped, lambda: Attending(0.3), Noisy, spectral], ids=["Normed", "Dropped", "Attending", "Noisy", "spectral"]
+    "build",
+    [Normed, Dropped, lambda: Attending(0.3), Noisy, spectral],
+    ids=["Normed", "Dropped", "Attending", "Noisy", "spectral"],
 )
 def test_questions_change_nothing(build: Callable[[], nn.Module]) -> None:
     module = build()
@@ -71,23 +63,27 @@ def test_questions_change_nothing(build: Callable[[], nn.Module]) -> None:
         module.train(mode)
         next(iter(module.children())).train(not mode)
         modes = [part.training for part in module.modules()]
-        before, luck, given = copy.deepcopy(module.state_dict()), torch.get_rng_state(), x.clone()
+        before, rng_state, given = (
+            copy.deepcopy(module.state_dict()),
+            torch.get_rng_state(),
+            x.clone(),
+        )
         learner.predict(x)
         learner.scores(x)
         learner.report()
         assert [part.training for part in module.modules()] == modes
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-        assert torch.equal(luck, torch.get_rng_state())
+        assert torch.equal(rng_state, torch.get_rng_state())
         assert torch.equal(x, given)
         module.train()
 
 
 def test_a_first_batch_leaves_torchs_generator_alone() -> None:
-    luck = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     module = Noisy()
-    torch.set_rng_state(luck)
+    torch.set_rng_state(rng_state)
     OnePass(module, learning_rate=0.1).observe(*stream()[0])
-    assert torch.equal(luck, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
 
 
 def test_answers_are_those_of_the_module_in_evaluation() -> None:
@@ -113,7 +109,9 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).clone()
 
 
-@pytest.mark.parametrize("method", ["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2", "ewc", "pi", "mas", "rwalk"])
+@pytest.mark.parametrize(
+    "method", ["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2", "ewc", "pi", "mas", "rwalk"]
+)
 def test_without_a_past_every_method_is_plain_sgd(method: str) -> None:
     module = Normed()
     twin = copy.deepcopy(module)
@@ -134,7 +132,9 @@ def contrary(batches: int, task: int, hint: float = 0.5) -> list[tuple[Tensor, T
 
 
 @pytest.mark.parametrize("build", [small_net, Asking], ids=lambda b: b.__name__)
-def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memory(build: Callable[[], nn.Module]) -> None:
+def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memory(
+    build: Callable[[], nn.Module],
+) -> None:
     module, rate = build(), 1e-3
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     learner = OnePass(module, optimizer=optimizer, memory=Memory(per_task=30))
@@ -145,7 +145,9 @@ def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memor
     optimizer.param_groups[0]["lr"] = rate
     corrected = 0
     for x, y in [*contrary(20, 1), *contrary(10, 0)]:
-        past = learner.memory.take(torch.tensor(sorted(learner.memory._visible)))  # all of it is drawn, since it is smaller than a reference batch
+        past = learner.memory.take(
+            torch.tensor(sorted(learner.memory._visible))
+        )  # all of it is drawn, since it is smaller than a reference batch
         reference, g = gradient(module, past.x[0], past.slots[0]), gradient(module, x, y)
         product = float(g @ reference)
         expected = g - product / float(reference @ reference) * reference if product < 0 else g
@@ -154,7 +156,9 @@ def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memor
         corrected += product < 0
         step = before - flat(module)
         assert torch.allclose(step, rate * expected, atol=1e-6)
-        assert float(step @ reference) >= -1e-7 * float(reference.norm())  # a step is a difference of rounded numbers
+        assert float(step @ reference) >= -1e-7 * float(
+            reference.norm()
+        )  # a step is a difference of rounded numbers
         assert cross_entropy(module(past.x[0]), past.slots[0]).item() <= loss + 1e-5
     assert 5 < corrected < 30
     assert learner.violations == corrected
@@ -164,12 +168,18 @@ def test_a_gem_remembers_what_van_forgets() -> None:
     right = {}
     for method in ("van", "a-gem"):
         torch.manual_seed(1)
-        learner = OnePass(nn.Sequential(nn.Linear(FEATURES, 20), nn.ReLU(), nn.Linear(20, 2)), method, learning_rate=0.1)
+        learner = OnePass(
+            nn.Sequential(nn.Linear(FEATURES, 20), nn.ReLU(), nn.Linear(20, 2)),
+            method,
+            learning_rate=0.1,
+        )
         for task in range(2):
             for x, y in contrary(150, task):
                 learner.observe(x, y)
             learner.end_task()
-        right[method] = sum((learner.predict(x) == y).float().mean().item() for x, y in contrary(150, 0)) / 150
+        right[method] = (
+            sum((learner.predict(x) == y).float().mean().item() for x, y in contrary(150, 0)) / 150
+        )
     assert right["a-gem"] > right["van"] + 0.1
 
 
@@ -190,7 +200,9 @@ def test_the_loss_is_that_of_the_batch_before_the_step(method: str) -> None:
 @pytest.mark.parametrize("method", ["van", "a-gem"])
 def test_only_the_outputs_of_the_task_learn(method: str) -> None:
     module = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6))
-    learner = OnePass(module, method, learning_rate=0.1, tasks={"a": [0, 1], "b": [2, 3], "c": [4, 5]})
+    learner = OnePass(
+        module, method, learning_rate=0.1, tasks={"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+    )
     before = copy.deepcopy(module[2].state_dict())
     for x, y in stream(classes=range(2, 4)):
         learner.observe(x, y, task="b")
@@ -205,14 +217,21 @@ def test_a_task_with_a_head_is_the_plain_loop_on_its_outputs() -> None:
     learner = OnePass(module, "van", learning_rate=0.1, tasks=[[0, 1], [2, 3, 4]])
     data = stream(classes=range(2, 5))
     losses = [learner.observe(x, y, task=1) for x, y in data]
-    expected = plainly(twin, sgd(twin.parameters()), data, lambda outputs, y: cross_entropy(outputs[:, 2:5], y - 2))
+    expected = plainly(
+        twin, sgd(twin.parameters()), data, lambda outputs, y: cross_entropy(outputs[:, 2:5], y - 2)
+    )
     assert losses == pytest.approx(expected, rel=1e-6)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(module.parameters(), twin.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("method", LIVE)
 def test_an_answer_for_a_task_is_one_of_its_classes(method: str) -> None:
-    learner = OnePass(small_net(6), method, learning_rate=0.1, tasks={"a": [0, 1], "b": [4, 2], "c": [5, 3]})
+    learner = OnePass(
+        small_net(6), method, learning_rate=0.1, tasks={"a": [0, 1], "b": [4, 2], "c": [5, 3]}
+    )
     for name, classes in (("a", [0, 1]), ("b", [4, 2])):
         data = [(x, torch.tensor(classes)[y]) for x, y in stream(classes=range(2))]
         for x, y in data:
@@ -235,12 +254,19 @@ def test_a_module_may_have_more_outputs_than_the_tasks_have_classes(method: str)
             learner.observe(x, y)
         learner.end_task(again=data if learner.learner.needs_review else None)
     assert set(learner.predict(x, task=1).tolist()) <= {2, 3}
-    assert all(torch.equal(value[4:], before[name][4:]) for name, value in module[2].state_dict().items())  # type: ignore[index]
+    assert all(
+        torch.equal(value[4:], before[name][4:]) for name, value in module[2].state_dict().items()
+    )  # type: ignore[index]
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
 def test_every_policy_goes_with_heads(policy: Any) -> None:
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, tasks=[[0, 1], [2, 3]], memory=Memory(per_task=10, policy=policy))
+    learner = OnePass(
+        small_net(CLASSES),
+        learning_rate=0.1,
+        tasks=[[0, 1], [2, 3]],
+        memory=Memory(per_task=10, policy=policy),
+    )
     for classes in (range(2), range(2, 4)):
         for x, y in stream(classes=classes):
             learner.observe(x, y)
@@ -272,7 +298,10 @@ def test_mixed_precision_keeps_parameters_in_full_precision(method: str) -> None
     module[0].register_forward_hook(lambda _, __, outputs: seen.append(outputs.dtype))  # type: ignore[index]
     twin = copy.deepcopy(small_net(CLASSES))
     twin.load_state_dict(module.state_dict())
-    mixed, full = (OnePass(m, method, learning_rate=0.1, precision=p, tasks=[[0, 1], [2, 3]]) for m, p in ((module, "bfloat16"), (twin, "float32")))
+    mixed, full = (
+        OnePass(m, method, learning_rate=0.1, precision=p, tasks=[[0, 1], [2, 3]])
+        for m, p in ((module, "bfloat16"), (twin, "float32"))
+    )
     for classes in (range(2), range(2, 4)):
         data = stream(4, classes=classes)
         for x, y in data:
@@ -345,7 +374,13 @@ def test_a_batch_may_be_overwritten_afterwards() -> None:
 
 def test_counters_count() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1)
-    assert (learner.steps, learner.violations, learner.segment, learner.batches, learner.task) == (0, 0, 0, 0, None)
+    assert (learner.steps, learner.violations, learner.segment, learner.batches, learner.task) == (
+        0,
+        0,
+        0,
+        0,
+        None,
+    )
     for x, y in stream(3):
         learner.observe(x, y, task="a")
     assert (learner.steps, learner.segment, learner.batches, learner.task) == (3, 0, 3, "a")

@@ -18,10 +18,19 @@ from toys import small_net
 
 
 X_BAD: dict[str, tuple[Callable[[Tensor], Any], tuple[str, ...]]] = {
-    "nan": (lambda x: x.clone().index_fill_(0, torch.tensor(3), torch.nan), ("x ", "not finite", "clean or drop")),
+    "nan": (
+        lambda x: x.clone().index_fill_(0, torch.tensor(3), torch.nan),
+        ("x ", "not finite", "clean or drop"),
+    ),
     "inf": (lambda x: x.clone().index_fill_(1, torch.tensor(2), torch.inf), ("not finite",)),
-    "inf of both signs": (lambda x: torch.cat([x[:-2], x[-2:] * torch.tensor([[torch.inf], [-torch.inf]])]), ("not finite",)),
-    "nan in an array": (lambda x: np.where(x.numpy() > 1, np.nan, x.numpy()).astype(np.float32), ("not finite",)),
+    "inf of both signs": (
+        lambda x: torch.cat([x[:-2], x[-2:] * torch.tensor([[torch.inf], [-torch.inf]])]),
+        ("not finite",),
+    ),
+    "nan in an array": (
+        lambda x: np.where(x.numpy() > 1, np.nan, x.numpy()).astype(np.float32),
+        ("not finite",),
+    ),
     "too many features": (lambda x: torch.cat([x, x], 1), ("[8, 12]", "6]", "reshape")),
     "too few features": (lambda x: x[:, :-1], ("[8, 5]", "reshape")),
     "one dimension more": (lambda x: x[:, None], ("[8, 1, 6]", "reshape")),
@@ -80,7 +89,10 @@ def test_a_first_batch_with_bad_inputs_is_refused_by_us_or_by_the_module(case: s
 Y_BAD: dict[str, tuple[Callable[[Tensor], Any], tuple[str, ...]]] = {
     "too large": (lambda y: y.clone().fill_(CLASSES), ("label 4", "4 outputs", "grow=True")),
     "negative": (lambda y: y - CLASSES, ("out of range", "from 0")),
-    "ignored as in torch": (lambda y: y.clone().index_fill_(0, torch.tensor(0), -100), ("-100", "out of range")),
+    "ignored as in torch": (
+        lambda y: y.clone().index_fill_(0, torch.tensor(0), -100),
+        ("-100", "out of range"),
+    ),
     "floats": (lambda y: y.float(), ("whole number", "float32", "loss of your own")),
     "float array": (lambda y: y.double().numpy(), ("whole number", "float64")),
     "truth values": (lambda y: y > 1, ("whole number", "bool")),
@@ -131,7 +143,14 @@ def test_a_label_that_would_need_thousands_of_outputs_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("task", "words"),
-    [("c", ("unknown task 'c'", "a, b")), (1, ("unknown task '1'",)), (1.5, ("float",)), (["a"], ("list",)), (True, ("bool",)), (b"a", ("bytes",))],
+    [
+        ("c", ("unknown task 'c'", "a, b")),
+        (1, ("unknown task '1'",)),
+        (1.5, ("float",)),
+        (["a"], ("list",)),
+        (True, ("bool",)),
+        (b"a", ("bytes",)),
+    ],
 )
 def test_a_task_that_does_not_exist_is_refused(task: Any, words: tuple[str, ...]) -> None:
     learner = OnePass(Rich(), learning_rate=0.1, tasks={"a": [0, 1], "b": [2, 3]})
@@ -219,7 +238,9 @@ def test_bad_dictionaries_of_inputs_are_refused(case: str) -> None:
         (lambda a, b: {"left": a, "right": b}, ("names", "2 inputs")),
     ],
 )
-def test_bad_tuples_of_inputs_are_refused(given: Callable[[Tensor, Tensor], Any], words: tuple[str, ...]) -> None:
+def test_bad_tuples_of_inputs_are_refused(
+    given: Callable[[Tensor, Tensor], Any], words: tuple[str, ...]
+) -> None:
     learner = OnePass(Pair(), learning_rate=0.1)
     x, y = batch()
     learner.observe((x, x[:, :3]), y)
@@ -240,7 +261,11 @@ def test_a_sequence_of_another_length_is_refused() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.lstm, self.head = nn.Embedding(11, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, CLASSES)
+            self.words, self.lstm, self.head = (
+                nn.Embedding(11, 4),
+                nn.LSTM(4, 5, batch_first=True),
+                nn.Linear(5, CLASSES),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.head(self.lstm(self.words(x))[0][:, -1])
@@ -281,12 +306,19 @@ def test_somebody_who_watches_does_not_change_what_is_refused(trouble: str) -> N
 
 def test_a_batch_of_one_for_batch_norm_is_refused() -> None:
     learner = in_a_second_task()
-    with refused(learner, "refused the batch", "batch-norm needs two examples", "nothing was learnt"):
+    with refused(
+        learner, "refused the batch", "batch-norm needs two examples", "nothing was learnt"
+    ):
         learner.observe(*batch(1))
 
 
-@pytest.mark.parametrize(("method", "settings"), [("a-gem", {"reference_batch": 1}), ("gem", {"memory": Memory(examples=2)})])
-def test_a_memory_that_gives_batch_norm_a_single_example_is_refused_in_words_that_say_so(method: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("a-gem", {"reference_batch": 1}), ("gem", {"memory": Memory(examples=2)})],
+)
+def test_a_memory_that_gives_batch_norm_a_single_example_is_refused_in_words_that_say_so(
+    method: str, settings: dict[str, Any]
+) -> None:
     learner = OnePass(Rich(), method, learning_rate=0.1, **settings)
     with pytest.raises(InputError, match="a larger reference_batch, or more memory"):  # noqa: PT012
         for seed in range(4):

@@ -73,7 +73,9 @@ def tied(module: Rich) -> None:
 
 
 def assigned(module: Rich) -> None:
-    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    module.load_state_dict(
+        {name: value.clone() for name, value in module.state_dict().items()}, assign=True
+    )
 
 
 TAMPERED: dict[Callable[[Rich], None], tuple[str, ...]] = {
@@ -96,7 +98,9 @@ TAMPERED: dict[Callable[[Rich], None], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("tamper", TAMPERED, ids=lambda f: f.__name__)
-def test_a_module_that_was_changed_behind_our_back_is_noticed(tamper: Callable[[Rich], None], tmp_path: Path) -> None:
+def test_a_module_that_was_changed_behind_our_back_is_noticed(
+    tamper: Callable[[Rich], None], tmp_path: Path
+) -> None:
     learner = in_a_second_task()
     assert isinstance(learner.module, Rich)
     tamper(learner.module)

@@ -62,11 +62,15 @@ def test_bad_data_to_look_at_again_is_refused(method: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ewc", "mas"])
-def test_a_second_look_that_leaves_the_numbers_that_there_are_does_not_poison_what_comes(method: str) -> None:
+def test_a_second_look_that_leaves_the_numbers_that_there_are_does_not_poison_what_comes(
+    method: str,
+) -> None:
     module = nn.Linear(FEATURES, CLASSES)
     with torch.no_grad():
         module.weight.mul_(1e-3)  # so that outputs, and their loss, are finite where slopes are not
-    learner = OnePass(module, method, learning_rate=0.1, **({"labels": "data"} if method == "ewc" else {}))
+    learner = OnePass(
+        module, method, learning_rate=0.1, **({"labels": "data"} if method == "ewc" else {})
+    )
     x, y = batch()
     learner.observe(x * 1e-3, y)
     with refused(learner):
@@ -76,9 +80,13 @@ def test_a_second_look_that_leaves_the_numbers_that_there_are_does_not_poison_wh
 
 
 @pytest.mark.parametrize(
-    "answer", [lambda out: (out, out), lambda out: {"out": out}, lambda out: out["out"], lambda out: None], ids=["tuple", "dict", "index", "none"]
+    "answer",
+    [lambda out: (out, out), lambda out: {"out": out}, lambda out: out["out"], lambda out: None],
+    ids=["tuple", "dict", "index", "none"],
 )
-def test_a_module_that_fails_in_the_second_look_is_one_sentence(answer: Callable[[Tensor], Any]) -> None:
+def test_a_module_that_fails_in_the_second_look_is_one_sentence(
+    answer: Callable[[Tensor], Any],
+) -> None:
     class Moody(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,8 +102,12 @@ def test_a_module_that_fails_in_the_second_look_is_one_sentence(answer: Callable
         learner.end_task(again=[(x, x)])
 
 
-@pytest.mark.parametrize(("method", "settings"), [("ewc", {}), ("ewc", {"labels": "data"}), ("mas", {})])
-def test_a_module_that_keeps_no_graph_in_evaluation_is_not_taken_for_one_without_importances(method: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("method", "settings"), [("ewc", {}), ("ewc", {"labels": "data"}), ("mas", {})]
+)
+def test_a_module_that_keeps_no_graph_in_evaluation_is_not_taken_for_one_without_importances(
+    method: str, settings: dict[str, Any]
+) -> None:
     class Serving(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +121,9 @@ def test_a_module_that_keeps_no_graph_in_evaluation_is_not_taken_for_one_without
     learner = OnePass(Serving(), method, learning_rate=0.1, **settings)
     x, y = batch()
     learner.observe(x, y)
-    with refused(learner, "in evaluation mode", "does not depend on the module's trainable parameters"):
+    with refused(
+        learner, "in evaluation mode", "does not depend on the module's trainable parameters"
+    ):
         learner.end_task(again=[(x, y)])
 
 

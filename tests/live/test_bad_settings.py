@@ -67,21 +67,39 @@ def test_a_memory_with_bad_values_is_refused(plan: dict[str, Any], words: tuple[
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    plan = Memory(per_task=np.int64(9), bytes=np.uint32(20_000), recent=np.int8(3), held_out=np.int16(2))  # type: ignore[arg-type]
+    plan = Memory(
+        per_task=np.int64(9), bytes=np.uint32(20_000), recent=np.int8(3), held_out=np.int16(2)
+    )  # type: ignore[arg-type]
     assert plan == Memory(per_task=9, bytes=20_000, recent=3, held_out=2)
-    assert all(type(number) is int for number in (plan.per_task, plan.bytes, plan.recent, plan.held_out))
+    assert all(
+        type(number) is int for number in (plan.per_task, plan.bytes, plan.recent, plan.held_out)
+    )
     OnePass(Rich(), learning_rate=0.1, memory=plan).save(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("plan", [{"per_task": 2**60}, {"examples": 2**60}, {"bytes": 2**60}], ids=str)
-def test_a_memory_larger_than_there_is_is_refused_before_anything_is_learnt(plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "plan", [{"per_task": 2**60}, {"examples": 2**60}, {"bytes": 2**60}], ids=str
+)
+def test_a_memory_larger_than_there_is_is_refused_before_anything_is_learnt(
+    plan: dict[str, Any],
+) -> None:
     learner = OnePass(Rich(), learning_rate=0.1, memory=Memory(**plan))
     with refused(learner, "cannot keep", "fewer"):
         learner.observe(*batch())
 
 
 @pytest.mark.parametrize(
-    "plan", [{"bytes": 100_000}, {"examples": 50}, {"per_task": 20}, {"policy": "ring"}, {"where": "cpu"}, {"recent": 3}, {"held_out": 5}], ids=str
+    "plan",
+    [
+        {"bytes": 100_000},
+        {"examples": 50},
+        {"per_task": 20},
+        {"policy": "ring"},
+        {"where": "cpu"},
+        {"recent": 3},
+        {"held_out": 5},
+    ],
+    ids=str,
 )
 def test_a_memory_that_icarl_would_not_keep_to_is_refused(plan: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="exemplars of its own") as caught:
@@ -89,9 +107,16 @@ def test_a_memory_that_icarl_would_not_keep_to_is_refused(plan: dict[str, Any]) 
     check_sentence(caught.value, ("icarl", "leave memory out", "exemplars="))
 
 
-def test_a_limit_holds_for_methods_that_keep_nothing_and_a_default_memory_for_all(tmp_path: Path) -> None:
+def test_a_limit_holds_for_methods_that_keep_nothing_and_a_default_memory_for_all(
+    tmp_path: Path,
+) -> None:
     for method in ("van", "ewc", "pi", "mas", "rwalk"):
-        learner = OnePass(small_net(), method, learning_rate=0.1, memory=Memory(bytes=1000, where="disk", folder=tmp_path / "not made"))
+        learner = OnePass(
+            small_net(),
+            method,
+            learning_rate=0.1,
+            memory=Memory(bytes=1000, where="disk", folder=tmp_path / "not made"),
+        )
         assert learner.report()["memory_bytes"] == 0
     assert not list(tmp_path.iterdir())
     OnePass(Rich(), "icarl", learning_rate=0.1, tasks=[[0, 1], [2, 3]], memory=Memory())
@@ -103,7 +128,9 @@ def test_a_memory_of_too_few_bytes_is_refused_before_anything_is_learnt() -> Non
         learner.observe(*batch())
 
 
-def test_a_memory_in_a_folder_that_cannot_be_is_refused_before_anything_is_learnt(tmp_path: Path) -> None:
+def test_a_memory_in_a_folder_that_cannot_be_is_refused_before_anything_is_learnt(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("in the way")
     module = Rich()
     before = copy.deepcopy(module.state_dict())
@@ -114,7 +141,9 @@ def test_a_memory_in_a_folder_that_cannot_be_is_refused_before_anything_is_learn
     assert same(dict(before), dict(module.state_dict()))
 
 
-def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = in_a_second_task(memory=Memory(where="disk", folder=tmp_path, per_task=40))
     learner.observe(*batch(seed=5))  # 48 of 48 rows are taken
 
@@ -133,7 +162,9 @@ def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, monkeypatch: pytest
 RATE = {"learning_rate": 0.1}
 
 
-def test_a_place_for_autosaves_that_cannot_be_written_is_refused_before_anything_is_learnt(tmp_path: Path) -> None:
+def test_a_place_for_autosaves_that_cannot_be_written_is_refused_before_anything_is_learnt(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError) as caught:
         OnePass(Rich(), learning_rate=0.1, autosave=tmp_path / "file" / "saved").observe(*batch())
@@ -141,15 +172,21 @@ def test_a_place_for_autosaves_that_cannot_be_written_is_refused_before_anything
 
 
 @pytest.mark.parametrize("wrap", [True, False])
-def test_a_learner_that_is_refused_has_made_no_folder_for_autosaves(wrap: bool, tmp_path: Path) -> None:
+def test_a_learner_that_is_refused_has_made_no_folder_for_autosaves(
+    wrap: bool, tmp_path: Path
+) -> None:
     path, autosave = tmp_path / "altered", tmp_path / "two" / "folders" / "file"
     path.write_bytes(changed("a-gem", setting("memory/task", 0)))
     with pytest.raises(InputError, match="no trainable parameters" if wrap else "was altered"):
-        OnePass(nn.ReLU(), **RATE, autosave=autosave) if wrap else OnePass.load(path, net(), autosave=autosave)
+        OnePass(nn.ReLU(), **RATE, autosave=autosave) if wrap else OnePass.load(
+            path, net(), autosave=autosave
+        )
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_for_autosaves_of_a_loaded_learner_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_place_for_autosaves_of_a_loaded_learner_that_cannot_be_written_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "saved").write_bytes(content_of("a-gem", MIDDLE))
     with pytest.raises(InputError) as caught:
         OnePass.load(tmp_path / "saved", net(), autosave=tmp_path / "saved" / "file")
@@ -157,10 +194,16 @@ def test_a_place_for_autosaves_of_a_loaded_learner_that_cannot_be_written_is_ref
 
 
 @pytest.mark.parametrize("load", [False, True])
-def test_a_folder_for_autosaves_is_made_before_anything_is_learnt(load: bool, tmp_path: Path) -> None:
+def test_a_folder_for_autosaves_is_made_before_anything_is_learnt(
+    load: bool, tmp_path: Path
+) -> None:
     path, autosave = tmp_path / "saved", tmp_path / "two" / "folders" / "file"
     path.write_bytes(content_of("a-gem", MIDDLE))
-    learner = OnePass.load(path, net(), autosave=autosave) if load else OnePass(net(), **RATE, autosave=autosave)
+    learner = (
+        OnePass.load(path, net(), autosave=autosave)
+        if load
+        else OnePass(net(), **RATE, autosave=autosave)
+    )
     assert autosave.parent.is_dir()
     learner.observe(*classes(1, 1))
     assert autosave.is_file()
@@ -191,14 +234,19 @@ def complex_numbers() -> nn.Module:
         (lambda: nn.Linear, ("nn.Module", "type")),
         (nn.ReLU, ("no trainable parameters",)),
         (lambda: nn.Linear(3, 2).requires_grad_(False), ("no trainable parameters",)),
-        (lambda: nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 2)), ("'0.weight'", "no shape yet", "one batch")),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 2)),
+            ("'0.weight'", "no shape yet", "one batch"),
+        ),
         (mixed, ("float32", "float64", "convert")),
         (not_finite, ("'0.weight' is not finite", "initialise")),
         (complex_numbers, ("complex", "real")),
         (lambda: nn.Linear(3, 2, device="meta"), ("meta",)),
     ],
 )
-def test_a_module_that_cannot_learn_is_refused(module: Callable[[], Any], words: tuple[str, ...]) -> None:
+def test_a_module_that_cannot_learn_is_refused(
+    module: Callable[[], Any], words: tuple[str, ...]
+) -> None:
     with pytest.raises(InputError) as caught:
         OnePass(module(), learning_rate=0.1)
     check_sentence(caught.value, words)
@@ -214,7 +262,11 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("ewc", RATE | {"task_free": True}, ("task boundaries",)),
     ("icarl", RATE | {"task_free": True}, ("task boundaries",)),
     ("icarl", RATE, ("classes of each task", "tasks=")),
-    ("icarl", RATE | {"tasks": [[0, 1]], "loss": nn.functional.mse_loss}, ("classes of each task",)),
+    (
+        "icarl",
+        RATE | {"tasks": [[0, 1]], "loss": nn.functional.mse_loss},
+        ("classes of each task",),
+    ),
     ("icarl", RATE | {"tasks": [[0, 1], [0, 1]]}, ("icarl", "classes of their own")),
     ("icarl", RATE | {"tasks": [[0, 1], [2, 3]], "exemplars": 3}, ("exemplar", "exemplars=3")),
     ("ewc", RATE | {"loss": nn.functional.mse_loss}, ("ewc", "labels='data'")),
@@ -270,7 +322,11 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("a-gem", RATE | {"grow": "fc"}, ("'fc'", "choose one of 0, 2")),
     ("a-gem", RATE | {"grow": "1"}, ("'1'",)),
     ("a-gem", RATE | {"grow": True, "loss": nn.functional.mse_loss}, ("classes", "grow")),
-    ("a-gem", RATE | {"memory": Memory(policy="ring"), "loss": nn.functional.mse_loss}, ("ring", "reservoir")),
+    (
+        "a-gem",
+        RATE | {"memory": Memory(policy="ring"), "loss": nn.functional.mse_loss},
+        ("ring", "reservoir"),
+    ),
     ("a-gem", RATE | {"memory": Memory(policy="ring"), "task_free": True}, ("ring", "task-free")),
     ("a-gem", RATE | {"memory": 100}, ("memory",)),
     ("a-gem", RATE | {"memory": {"per_task": 3}}, ("memory",)),
@@ -288,8 +344,14 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "settings", "words"), SETTINGS, ids=[f"{method} {' '.join(given)}" for method, given, _ in SETTINGS])
-def test_settings_that_make_no_sense_are_refused(method: str, settings: dict[str, Any], words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    SETTINGS,
+    ids=[f"{method} {' '.join(given)}" for method, given, _ in SETTINGS],
+)
+def test_settings_that_make_no_sense_are_refused(
+    method: str, settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
     module = small_net(CLASSES)
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is looked at below
@@ -309,9 +371,18 @@ def test_a_method_that_is_no_name_is_refused(method: Any) -> None:
 def test_optimizers_that_cannot_drive_the_module_are_refused() -> None:
     module, other = small_net(), small_net()
     cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        ({"optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}, ("not the module's", "module.parameters()")),
-        ({"optimizer": torch.optim.LBFGS(module.parameters())}, ("LBFGS", "several times", "choose another")),
-        ({"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "learning_rate": 0.1}, ("one of them",)),
+        (
+            {"optimizer": torch.optim.SGD(other.parameters(), lr=0.1)},
+            ("not the module's", "module.parameters()"),
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS(module.parameters())},
+            ("LBFGS", "several times", "choose another"),
+        ),
+        (
+            {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "learning_rate": 0.1},
+            ("one of them",),
+        ),
     ]
     for settings, words in cases:
         with pytest.raises(InputError) as caught:
@@ -325,7 +396,12 @@ def test_a_layer_that_cannot_grow_is_refused() -> None:
     parametrised = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     still = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
     convolution = nn.Sequential(nn.Conv2d(1, 1, 1))
-    for module, word in ((tied, "untie"), (parametrised, "parametrised"), (still, "frozen"), (convolution, "no nn.Linear")):
+    for module, word in (
+        (tied, "untie"),
+        (parametrised, "parametrised"),
+        (still, "frozen"),
+        (convolution, "no nn.Linear"),
+    ):
         with pytest.raises(InputError) as caught:
             OnePass(module, learning_rate=0.1, grow=True)
         check_sentence(caught.value, (word,))
@@ -333,9 +409,17 @@ def test_a_layer_that_cannot_grow_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [("pi", {"damping": 0.0}), ("icarl", {"tasks": [[0, 1], [0, 1]]}), ("a-gem", {"watch": [5]}), ("a-gem", {"grow": "fc"}), ("nothing", {})],
+    [
+        ("pi", {"damping": 0.0}),
+        ("icarl", {"tasks": [[0, 1], [0, 1]]}),
+        ("a-gem", {"watch": [5]}),
+        ("a-gem", {"grow": "fc"}),
+        ("nothing", {}),
+    ],
 )
-def test_a_wrapper_that_could_not_be_made_leaves_the_one_there_is_alone(method: str, settings: dict[str, Any]) -> None:
+def test_a_wrapper_that_could_not_be_made_leaves_the_one_there_is_alone(
+    method: str, settings: dict[str, Any]
+) -> None:
     module = small_net(CLASSES)
     learner = OnePass(module, learning_rate=0.1)
     learner.observe(*batch())

@@ -19,7 +19,9 @@ from live_classifier import STREAMING, Odd, blobs, same, state
 from onepass import InputError, Memory, OnePass, OnePassClassifier
 from onepass.live import classifier
 
-DOES_NOT_APPLY: dict[str, str] = {}  # checks of scikit-learn and why they are expected to fail: none
+DOES_NOT_APPLY: dict[
+    str, str
+] = {}  # checks of scikit-learn and why they are expected to fail: none
 
 
 @parametrize_with_checks(
@@ -69,8 +71,14 @@ def test_fit_sees_every_row_once_in_a_shuffled_order_as_one_task_that_ends() -> 
 
 def test_partial_fit_sees_every_row_once_in_the_given_order_and_the_task_goes_on() -> None:
     X, y = blobs(rows=25)
-    learner = OnePassClassifier(module=Seeing, method="van", random_state=0).partial_fit(X, y).partial_fit(X, y)
-    assert np.array_equal(torch.cat(learner.learner_.module.rows).numpy(), np.vstack([X, X]).astype(np.float32))
+    learner = (
+        OnePassClassifier(module=Seeing, method="van", random_state=0)
+        .partial_fit(X, y)
+        .partial_fit(X, y)
+    )
+    assert np.array_equal(
+        torch.cat(learner.learner_.module.rows).numpy(), np.vstack([X, X]).astype(np.float32)
+    )
     assert (learner.learner_.segment, learner.learner_.batches) == (0, 6)
 
 
@@ -82,12 +90,20 @@ def test_it_is_one_pass_around_the_same_module() -> None:
         .partial_fit(X, y, task_ends=True)
         .partial_fit(X[::-1], y[::-1])
     )
-    learner = OnePass(copy.deepcopy(module), "a-gem", learning_rate=0.1, reference_batch=7, seed=mine.learner_._seed)
+    learner = OnePass(
+        copy.deepcopy(module),
+        "a-gem",
+        learning_rate=0.1,
+        reference_batch=7,
+        seed=mine.learner_._seed,
+    )
     order = {label: place for place, label in enumerate(dict.fromkeys(y.tolist()))}
     for turn in (1, -1):
         codes = torch.tensor([order[label] for label in y[::turn].tolist()])
         for start in range(0, len(X), 10):
-            learner.observe(torch.tensor(X[::turn].copy())[start : start + 10], codes[start : start + 10])
+            learner.observe(
+                torch.tensor(X[::turn].copy())[start : start + 10], codes[start : start + 10]
+            )
         if turn == 1:
             learner.end_task()
     assert torch.equal(learner.module.weight, mine.learner_.module.weight)
@@ -110,7 +126,10 @@ def test_a_fit_starts_afresh_and_is_decided_by_the_random_state() -> None:
 def test_the_random_state_decides_what_the_method_draws() -> None:
     old, new = drift()
     module = nn.Linear(12, 2)
-    one, same_one, other = (OnePassClassifier(module=module, random_state=seed, settings={"reference_batch": 5}) for seed in (0, 0, 1))
+    one, same_one, other = (
+        OnePassClassifier(module=module, random_state=seed, settings={"reference_batch": 5})
+        for seed in (0, 0, 1)
+    )
     for learner in (one, same_one, other):
         learner.partial_fit(*old, task_ends=True)
     assert same(one, other)  # nothing to draw yet
@@ -154,7 +173,9 @@ def test_task_ends_is_what_makes_the_past_a_past() -> None:
 
 def test_a_task_free_stream_has_no_ends() -> None:
     X, y = blobs()
-    learner = OnePassClassifier(task_free=True, memory=Memory(examples=30, recent=2), random_state=0).fit(X, y)
+    learner = OnePassClassifier(
+        task_free=True, memory=Memory(examples=30, recent=2), random_state=0
+    ).fit(X, y)
     assert learner.learner_.memory.size == 30
     assert learner.score(X, y) > 0.8
     before = state(learner)
@@ -174,8 +195,12 @@ def test_every_method_for_streams_fits(method: str) -> None:
 @pytest.mark.parametrize("method", ["ewc", "mas"])
 def test_a_method_that_looks_twice_is_given_the_rows_of_the_task_again(method: str) -> None:
     X, y = blobs()
-    whole = OnePassClassifier(method=method, random_state=0).partial_fit(X, y, classes=range(4), task_ends=True)
-    parts = OnePassClassifier(method=method, random_state=0).partial_fit(X[:100], y[:100], classes=range(4))
+    whole = OnePassClassifier(method=method, random_state=0).partial_fit(
+        X, y, classes=range(4), task_ends=True
+    )
+    parts = OnePassClassifier(method=method, random_state=0).partial_fit(
+        X[:100], y[:100], classes=range(4)
+    )
     with pytest.raises(InputError, match=r"end_task\(X, y\)"):
         parts.partial_fit(X[100:], y[100:], task_ends=True)
     assert parts.learner_.steps == 10
@@ -207,7 +232,9 @@ def test_classes_may_appear_at_any_time() -> None:
 
 def test_a_new_class_leaves_the_outputs_of_the_old_ones_as_they_are() -> None:
     X, y = blobs(classes=3)
-    learner = OnePassClassifier(learning_rate=1e-12, random_state=0).partial_fit(X[y > 0], y[y > 0], classes=[1, 2])
+    learner = OnePassClassifier(learning_rate=1e-12, random_state=0).partial_fit(
+        X[y > 0], y[y > 0], classes=[1, 2]
+    )
     before = learner.learner_.scores(torch.tensor(X))
     learner.partial_fit(X[y == 0], y[y == 0])
     after = learner.learner_.scores(torch.tensor(X))
@@ -245,7 +272,10 @@ def test_a_single_class_is_a_beginning() -> None:
 def test_labels_may_be_strings() -> None:
     X, y = blobs()
     names = np.array(["pear", "fig", "plum", "apple"])
-    named, numbered = (OnePassClassifier(random_state=0).fit(X, labels) for labels in (names[y], np.argsort(np.argsort(names))[y]))
+    named, numbered = (
+        OnePassClassifier(random_state=0).fit(X, labels)
+        for labels in (names[y], np.argsort(np.argsort(names))[y])
+    )
     assert named.classes_.tolist() == ["apple", "fig", "pear", "plum"]
     assert np.array_equal(named.predict(X), np.sort(names)[numbered.predict(X)])
     assert named.score(X, names[y]) > 0.8
@@ -281,10 +311,14 @@ def test_a_row_of_predict_proba_sums_to_one_and_has_a_column_a_class(classes: in
     assert (chances[np.arange(200), y] > 0.5).mean() > 0.8
     decisions = learner.decision_function(X)
     assert decisions.shape == ((200,) if classes == 2 else (200, 4))
-    assert np.array_equal(decisions > 0 if classes == 2 else decisions.argmax(1), learner.predict(X))
+    assert np.array_equal(
+        decisions > 0 if classes == 2 else decisions.argmax(1), learner.predict(X)
+    )
 
 
-def test_answers_do_not_depend_on_the_rows_they_are_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_do_not_depend_on_the_rows_they_are_asked_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     X, y = blobs()
     learner = OnePassClassifier(random_state=0).fit(X, y)
     whole = learner.predict_proba(X)
@@ -308,7 +342,9 @@ def test_an_output_that_no_class_has_is_never_the_answer() -> None:
 def test_it_works_in_a_pipeline_under_cross_validation() -> None:
     X, y = load_iris(return_X_y=True)
     X = X * [1, 100, 10, 1000]
-    pipeline = make_pipeline(StandardScaler(), OnePassClassifier(learning_rate=0.3, batch_size=5, random_state=0))
+    pipeline = make_pipeline(
+        StandardScaler(), OnePassClassifier(learning_rate=0.3, batch_size=5, random_state=0)
+    )
     scores = cross_val_score(pipeline, X, y, cv=5)
     assert scores.mean() > 0.85
     assert np.array_equal(scores, cross_val_score(pipeline, X, y, cv=5))
@@ -316,7 +352,12 @@ def test_it_works_in_a_pipeline_under_cross_validation() -> None:
 
 def test_it_works_in_a_search_with_numbers_of_numpy() -> None:
     X, y = load_digits(n_class=4, return_X_y=True)
-    grid = {"learning_rate": np.array([1e-4, 0.1], dtype=np.float32), "batch_size": np.array([5, 10])}
-    search = GridSearchCV(OnePassClassifier(method="van", random_state=0), grid, cv=2).fit(X / 16, y)
+    grid = {
+        "learning_rate": np.array([1e-4, 0.1], dtype=np.float32),
+        "batch_size": np.array([5, 10]),
+    }
+    search = GridSearchCV(OnePassClassifier(method="van", random_state=0), grid, cv=2).fit(
+        X / 16, y
+    )
     assert search.best_params_["learning_rate"] == np.float32(0.1)
     assert search.best_score_ > 0.9

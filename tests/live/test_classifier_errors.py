@@ -35,7 +35,10 @@ from onepass import InputError, LearntError, OnePassClassifier
         ({"module": 3}, "module must be"),
         ({"module": lambda features, classes: None}, "nn.Module"),
         ({"module": nn.Linear(3, 2)}, "refused the batch"),
-        ({"module": lambda features, classes: features / 0}, "the network cannot be made (.*division by zero)"),
+        (
+            {"module": lambda features, classes: features / 0},
+            "the network cannot be made (.*division by zero)",
+        ),
         ({"module": lambda: None}, "the network cannot be made"),
         ({"settings": {1: 2}}, "named by strings"),
         ({"settings": 3}, "dictionary"),
@@ -45,7 +48,9 @@ from onepass import InputError, LearntError, OnePassClassifier
         ({"random_state": "chance"}, "chance"),
     ],
 )
-def test_a_bad_parameter_is_a_value_error_and_leaves_it_as_it_was(parameters: dict[str, Any], sentence: str) -> None:
+def test_a_bad_parameter_is_a_value_error_and_leaves_it_as_it_was(
+    parameters: dict[str, Any], sentence: str
+) -> None:
     X, y = blobs()
     learner = OnePassClassifier(random_state=0).set_params(**parameters)
     for learn in (learner.fit, learner.partial_fit):
@@ -78,7 +83,9 @@ class Picky(nn.Linear):
 
 def test_a_batch_that_is_refused_ends_the_call_and_those_before_it_are_learnt() -> None:
     X, y = blobs()
-    learner, expected = (OnePassClassifier(module=Picky, random_state=0).partial_fit(X, y) for _ in range(2))
+    learner, expected = (
+        OnePassClassifier(module=Picky, random_state=0).partial_fit(X, y) for _ in range(2)
+    )
     X[25] = 1e6
     with pytest.raises(InputError, match="too large"):
         learner.partial_fit(X, y)
@@ -152,7 +159,9 @@ def test_a_call_whose_first_batch_is_refused_changes_nothing() -> None:
     assert learner.classes_.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("labels", [np.linspace(0.1, 0.9, 200), np.array([None, 1] * 100), np.full(200, np.nan)])
+@pytest.mark.parametrize(
+    "labels", [np.linspace(0.1, 0.9, 200), np.array([None, 1] * 100), np.full(200, np.nan)]
+)
 def test_what_is_no_class_is_refused(labels: np.ndarray) -> None:
     X, y = blobs()
     learner = OnePassClassifier(random_state=0).fit(X, y)
@@ -169,5 +178,9 @@ def test_a_piece_of_a_stream_may_have_a_class_for_every_row() -> None:
     X, _ = blobs()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        learner = OnePassClassifier(random_state=0).partial_fit(X[:40], np.arange(40)).partial_fit(X[40:80], np.arange(40, 80))
+        learner = (
+            OnePassClassifier(random_state=0)
+            .partial_fit(X[:40], np.arange(40))
+            .partial_fit(X[40:80], np.arange(40, 80))
+        )
     assert learner.predict_proba(X).shape == (200, 80)

@@ -66,7 +66,10 @@ def test_the_default_network_has_the_hidden_layers_asked_for() -> None:
     for hidden in ((), (7,), [7, 6], 8):
         widths = [hidden] if isinstance(hidden, int) else list(hidden)
         module = OnePassClassifier(hidden=hidden, random_state=0).fit(X, y).learner_.module
-        assert [layer.out_features for layer in module if isinstance(layer, nn.Linear)] == [*widths, 4]
+        assert [layer.out_features for layer in module if isinstance(layer, nn.Linear)] == [
+            *widths,
+            4,
+        ]
         assert {p.dtype for p in module.parameters()} == {torch.float64}
 
 
@@ -77,7 +80,9 @@ def test_the_default_network_has_the_hidden_layers_asked_for() -> None:
 def test_a_pickle_in_the_middle_of_a_stream_goes_on_identically(method: str) -> None:
     X, y = blobs(classes=5, rows=120)
     first = y < 3
-    learner = OnePassClassifier(module=Odd, method=method, random_state=0, memory=Memory(per_task=20))
+    learner = OnePassClassifier(
+        module=Odd, method=method, random_state=0, memory=Memory(per_task=20)
+    )
     learner.partial_fit(X[first], y[first], task_ends=True)
     learner.partial_fit(X[:30], y[:30] % 4)
     twins = [pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)]
@@ -119,7 +124,9 @@ def test_a_learner_whose_module_was_taken_apart_is_not_pickled() -> None:
 
 def test_a_clone_is_not_fitted_and_learns_the_same() -> None:
     X, y = blobs()
-    learner = OnePassClassifier(module=Odd(), random_state=0, memory=Memory(per_task=9), settings={"reference_batch": 4}).fit(X, y)
+    learner = OnePassClassifier(
+        module=Odd(), random_state=0, memory=Memory(per_task=9), settings={"reference_batch": 4}
+    ).fit(X, y)
     twin = clone(learner)
     with pytest.raises(NotFittedError):
         twin.predict(X)
@@ -131,7 +138,9 @@ def test_a_clone_is_not_fitted_and_learns_the_same() -> None:
 def test_a_watcher_goes_on_watching_a_copy() -> None:
     X, y = blobs()
     reports: list[dict[str, Any]] = []
-    learner = OnePassClassifier(random_state=0, settings={"watch": reports.append, "watch_every": 4}).fit(X, y)
+    learner = OnePassClassifier(
+        random_state=0, settings={"watch": reports.append, "watch_every": 4}
+    ).fit(X, y)
     told = [report["step"] for report in reports]
     assert told == [4, 8, 12, 16, 20]
     copy.deepcopy(learner).partial_fit(X, y)

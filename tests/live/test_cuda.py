@@ -12,17 +12,24 @@ from onepass import InputError, Memory, OnePass
 from onepass.learners import METHODS
 from toys import FEATURES, Dropped, Normed, small_net
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
 
 TASKS = [[0, 1], [2, 3], [4, 5]]
-ABLE = [name for name, method in METHODS.items() if not method.joined and not method.learner.own_network]
+ABLE = [
+    name for name, method in METHODS.items() if not method.joined and not method.learner.own_network
+]
 
 
 def stream(device: str = "cuda") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     generator = torch.Generator().manual_seed(1)
 
     def batch(task: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = torch.randn(10, FEATURES, generator=generator), torch.randint(0, 2, (10,), generator=generator) + 2 * task
+        x, y = (
+            torch.randn(10, FEATURES, generator=generator),
+            torch.randint(0, 2, (10,), generator=generator) + 2 * task,
+        )
         return x.to(device), y.to(device)
 
     return [[batch(task) for _ in range(12)] for task in range(3)]
@@ -49,7 +56,12 @@ def test_a_module_on_the_gpu_learns_what_it_learns_on_the_cpu(method: str) -> No
         module.load_state_dict(start)
         learner = wrapped(module.to(device), method)
         learn(learner, device)
-        ended.append((torch.cat([p.detach().cpu().flatten() for p in module.parameters()]), learner.violations))
+        ended.append(
+            (
+                torch.cat([p.detach().cpu().flatten() for p in module.parameters()]),
+                learner.violations,
+            )
+        )
     assert torch.allclose(ended[0][0], ended[1][0], atol=2e-3)
     assert ended[0][1] == ended[1][1] or abs(ended[0][1] - ended[1][1]) <= 2  # type: ignore[operator]
 
@@ -67,7 +79,9 @@ def test_where_the_memory_lies_does_not_matter(where: str, tmp_path: Path) -> No
         learn(learner)
         assert learner.memory is not None
         assert learner.memory.storage is not None
-        assert learner.memory.storage.columns["x"].device.type == ("cuda" if place == "module" else "cpu")
+        assert learner.memory.storage.columns["x"].device.type == (
+            "cuda" if place == "module" else "cpu"
+        )
         ended.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert torch.allclose(*ended, atol=1e-4)
 
@@ -100,9 +114,17 @@ def test_a_module_that_was_moved_is_noticed_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("build", [Dropped, Normed])
-def test_what_was_saved_on_the_gpu_goes_on_there_and_on_the_cpu(build: type[nn.Module], tmp_path: Path) -> None:
+def test_what_was_saved_on_the_gpu_goes_on_there_and_on_the_cpu(
+    build: type[nn.Module], tmp_path: Path
+) -> None:
     module = build().cuda()
-    learner = OnePass(module, "a-gem", tasks=TASKS, optimizer=torch.optim.Adam(module.parameters()), memory=Memory(per_task=20))
+    learner = OnePass(
+        module,
+        "a-gem",
+        tasks=TASKS,
+        optimizer=torch.optim.Adam(module.parameters()),
+        memory=Memory(per_task=20),
+    )
     batches = stream()
     for x, y in batches[0]:
         learner.observe(x, y)
@@ -110,7 +132,9 @@ def test_what_was_saved_on_the_gpu_goes_on_there_and_on_the_cpu(build: type[nn.M
     learner.save(tmp_path / "saved")
     for device in ("cuda", "cpu"):
         twin = build().to(device)
-        other = OnePass.load(tmp_path / "saved", twin, optimizer=torch.optim.Adam(twin.parameters()))
+        other = OnePass.load(
+            tmp_path / "saved", twin, optimizer=torch.optim.Adam(twin.parameters())
+        )
         losses = [other.observe(x, y) for x, y in batches[1]]
         assert len(losses) == 12
         if device == "cuda":

@@ -21,6 +21,8 @@ def test_over_a_million_batches_resident_memory_and_step_time_are_flat() -> None
     warm = windows[2:]  # by then the memory is full
     assert max(w["megabytes"] for w in warm) - min(w["megabytes"] for w in warm) < 10
     third = len(warm) // 3
-    early, late = (statistics.median(w["microseconds"] for w in part) for part in (warm[:third], warm[-third:]))
+    early, late = (
+        statistics.median(w["microseconds"] for w in part) for part in (warm[:third], warm[-third:])
+    )
     assert late < 1.25 * early
     assert all(w["memory_bytes"] <= 200_000 for w in windows)

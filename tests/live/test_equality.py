@@ -11,19 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from onepass import Memory, OnePass
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Gradients
+from onepass.engine.slots import Slots
 from onepass.learners import METHODS, ewc, gem, icarl
 from onepass.learners.base import Learner, Reference
 from onepass.memory import Policy
 from onepass.models.mlp import mlp
 from onepass.protocol import Run, Setup, assemble
-from onepass.streams.batch import Batch
 from toys import FEATURES, Dropped, Normed, Tied, ToyStream
 
 HEAD_A_TASK, ONE_HEAD = ToyStream(examples=27), ToyStream(examples=27, shared=True)
 TASKS = [[0, 1], [2, 3], [4, 5], [6, 7]]
-BOTH = {name: found.learner for name, found in METHODS.items() if not (found.joined or found.learner.own_network)}
+BOTH = {
+    name: found.learner
+    for name, found in METHODS.items()
+    if not (found.joined or found.learner.own_network)
+}
 STRENGTH = {"ewc": 3.0, "mas": 1.0, "pi": 0.5, "rwalk": 5.0}
 
 
@@ -39,7 +44,9 @@ class Case:
     options: Any = None
     stream: ToyStream = HEAD_A_TASK
     policy: Policy = "class-reservoir"
-    build: Callable[[], nn.Module] | None = None  # the benchmark's own network, unless said otherwise
+    build: Callable[[], nn.Module] | None = (
+        None  # the benchmark's own network, unless said otherwise
+    )
     pure: bool = False  # is that network one that may be traced around a module of one's own?
     seed: int = 5
     rate: float = 0.3
@@ -49,19 +56,35 @@ class Case:
     def network(self) -> nn.Module:
         if self.build is not None:
             return self.build()
-        layers = mlp(FEATURES, (8, 8), self.stream.slots("ev").count)
+        layers = mlp(FEATURES, (8, 8), Slots(self.stream.heads("ev")).count)
         return layers if self.pure else Own(*layers)
 
     @property
     def own(self) -> dict[str, float]:
-        return dict.fromkeys(BOTH[self.method].hyperparameters, STRENGTH.get(self.method, 0.5)) | self.hyperparameters
+        return (
+            dict.fromkeys(BOTH[self.method].hyperparameters, STRENGTH.get(self.method, 0.5))
+            | self.hyperparameters
+        )
 
     def __str__(self) -> str:
         chosen = asdict(self.options) if self.options is not None else {}
         defaults = asdict(BOTH[self.method].options())
-        words = [f"{name}={value}" for name, value in (chosen | self.hyperparameters).items() if value != defaults.get(name)]
+        words = [
+            f"{name}={value}"
+            for name, value in (chosen | self.hyperparameters).items()
+            if value != defaults.get(name)
+        ]
         network = self.build.__name__ if self.build is not None else "pure" if self.pure else "mlp"
-        return " ".join([self.method, *words, "one-head" if self.stream.shared else "heads", self.policy, network, f"seed={self.seed}"])
+        return " ".join(
+            [
+                self.method,
+                *words,
+                "one-head" if self.stream.shared else "heads",
+                self.policy,
+                network,
+                f"seed={self.seed}",
+            ]
+        )
 
 
 # Every method with options that leave something to decide: a few exemplars, a Fisher estimate in the middle of a task.
@@ -74,8 +97,14 @@ EVERY = [
     for stream in (HEAD_A_TASK, ONE_HEAD)
     if not (BOTH[name].needs_own_classes and stream.shared)
 ]
-NETWORKS = [Case(name, options, build=build) for name, options in METHOD for build in (Normed, Dropped, Tied)]
-SOME = [(name, BOTH[name].options(reference_batch=5)) for name in ("a-gem", "er", "mega-1", "mega-2")]  # of 7 a task
+NETWORKS = [
+    Case(name, options, build=build)
+    for name, options in METHOD
+    for build in (Normed, Dropped, Tied)
+]
+SOME = [
+    (name, BOTH[name].options(reference_batch=5)) for name in ("a-gem", "er", "mega-1", "mega-2")
+]  # of 7 a task
 POLICIES = [
     Case(name, options, stream, policy)
     for name, options in [*SOME, ("gem", None), ("s-gem", None)]
@@ -84,11 +113,22 @@ POLICIES = [
 ]
 MORE = [
     *(Case("a-gem", Reference(reference_batch=5), seed=seed) for seed in (0, 1 << 40)),
-    *(Case(name, Reference(reference_batch=20, reference_moves_buffers=False), build=Normed) for name in ("a-gem", "mega-1")),
-    Case("gem", gem.Options(ridge=0.001, reference_moves_buffers=False), build=Normed, hyperparameters={"margin": 0.0}),
+    *(
+        Case(name, Reference(reference_batch=20, reference_moves_buffers=False), build=Normed)
+        for name in ("a-gem", "mega-1")
+    ),
+    Case(
+        "gem",
+        gem.Options(ridge=0.001, reference_moves_buffers=False),
+        build=Normed,
+        hyperparameters={"margin": 0.0},
+    ),
     Case("ewc", ewc.Options(labels="data", normalise=True)),
 ]
-TRACED = [Case(name, options, pure=True) for name, options in [*SOME, ("gem", None), ("mas", None), METHOD[-3]]]
+TRACED = [
+    Case(name, options, pure=True)
+    for name, options in [*SOME, ("gem", None), ("mas", None), METHOD[-3]]
+]
 
 
 @dataclass(frozen=True)
@@ -107,11 +147,15 @@ def both(case: Case) -> Ends:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onepass.models.Network.build", lambda *_: case.network())
         run = Run(case.seed, case.own | {"learning_rate": case.rate})
-        feed, fleet, learner = assemble(case.stream, "ev", METHODS[case.method], [run], setup, case.options)
+        feed, fleet, learner = assemble(
+            case.stream, "ev", METHODS[case.method], [run], setup, case.options
+        )
     module = case.network()
     own = dict(module.named_parameters())
     with torch.no_grad():
-        for name, view in zip(fleet.architecture.names, fleet.architecture.views(fleet.theta[0]), strict=True):
+        for name, view in zip(
+            fleet.architecture.names, fleet.architecture.views(fleet.theta[0]), strict=True
+        ):
             own[name].copy_(view)
     live = OnePass(
         module,
@@ -119,7 +163,9 @@ def both(case: Case) -> Ends:
         learning_rate=None if case.optimizer else case.rate,
         optimizer=torch.optim.SGD(module.parameters(), lr=case.rate) if case.optimizer else None,
         tasks=None if case.stream.shared else TASKS,
-        memory=None if case.method == "icarl" else Memory(per_task=setup.memory_per_task, policy=case.policy),
+        memory=None
+        if case.method == "icarl"
+        else Memory(per_task=setup.memory_per_task, policy=case.policy),
         seed=case.seed,
         **case.own,
         **({} if case.options is None else asdict(case.options)),
@@ -133,7 +179,9 @@ def both(case: Case) -> Ends:
         if learner.needs_review:
             learner.review(feed.batches(phase))
         learner.end_task()
-        live.end_task(again=((prepare(batch.x[0]), batch.slots[0]) for batch in feed.batches(phase)))
+        live.end_task(
+            again=((prepare(batch.x[0]), batch.slots[0]) for batch in feed.batches(phase))
+        )
     return Ends(fleet, learner, live, prepare)
 
 
@@ -199,9 +247,13 @@ def test_a_method_ends_where_the_engine_does_where_both_replay_what_they_traced(
 
 
 @pytest.mark.usefixtures("_plain_autograd")
-@pytest.mark.parametrize("case", [Case(name, options, optimizer=True) for name, options in METHOD], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(name, options, optimizer=True) for name, options in METHOD], ids=str
+)
 def test_plain_sgd_as_a_torch_optimizer_ends_where_the_engine_does(case: Case) -> None:
-    assert_same(both(case), close)  # torch's own addition of a scaled gradient may be fused, and then rounds once instead of twice
+    assert_same(
+        both(case), close
+    )  # torch's own addition of a scaled gradient may be fused, and then rounds once instead of twice
 
 
 @pytest.mark.usefixtures("_plain_autograd")
@@ -214,13 +266,24 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
         expected = ends.learner.scores(Batch(x[mine][None], slots[mine][None], task=task))[0]
         assert torch.equal(ends.live.scores(ends.prepare(x[mine]), task=task), expected)
         chosen = torch.tensor(classes)
-        assert torch.equal(ends.live.predict(ends.prepare(x[mine]), task=task), chosen[expected[:, chosen].argmax(1)])
+        assert torch.equal(
+            ends.live.predict(ends.prepare(x[mine]), task=task),
+            chosen[expected[:, chosen].argmax(1)],
+        )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BOTH)
-def test_a_task_that_has_ended_can_be_asked_about_while_others_are_still_to_come(name: str, precision: str) -> None:
-    live = OnePass(Own(*mlp(FEATURES, (8,), 4)), name, learning_rate=0.1, tasks=[[0, 1], [2, 3]], precision=precision)
+def test_a_task_that_has_ended_can_be_asked_about_while_others_are_still_to_come(
+    name: str, precision: str
+) -> None:
+    live = OnePass(
+        Own(*mlp(FEATURES, (8,), 4)),
+        name,
+        learning_rate=0.1,
+        tasks=[[0, 1], [2, 3]],
+        precision=precision,
+    )
     batches = [(torch.randn(6, FEATURES) + 3 * y[:, None], y) for y in torch.randint(0, 2, (5, 6))]
     for x, y in batches:
         live.observe(x, y)
@@ -239,5 +302,8 @@ def test_a_layer_that_is_changed_after_it_was_traced_is_followed() -> None:
         pure[1].negative_slope = own[1].negative_slope = slope
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
-            x, y = torch.randn(6, FEATURES, generator=generator), torch.randint(0, 2, (6,), generator=generator)
+            x, y = (
+                torch.randn(6, FEATURES, generator=generator),
+                torch.randint(0, 2, (6,), generator=generator),
+            )
             assert both[0].observe(x, y) == pytest.approx(both[1].observe(x, y), rel=1e-4)

@@ -26,7 +26,12 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.words, self.norm, self.drop = nn.Linear(FEATURES, CLASSES), nn.Embedding(5, CLASSES), nn.BatchNorm1d(CLASSES), nn.Dropout(0.5)
+        self.left, self.words, self.norm, self.drop = (
+            nn.Linear(FEATURES, CLASSES),
+            nn.Embedding(5, CLASSES),
+            nn.BatchNorm1d(CLASSES),
+            nn.Dropout(0.5),
+        )
 
     def forward(self, left: Tensor, words: Tensor) -> Tensor:
         out: Tensor = self.drop(self.norm(self.left(left) + self.words(words).mean(1)))
@@ -73,10 +78,14 @@ def image() -> nn.Module:
 
 def batch(size: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, FEATURES, generator=generator), torch.randint(0, CLASSES, (size,), generator=generator)
+    return torch.randn(size, FEATURES, generator=generator), torch.randint(
+        0, CLASSES, (size,), generator=generator
+    )
 
 
-def learnt(module: nn.Module, dress: Callable[[Tensor], Any] = lambda x: x, **settings: Any) -> OnePass:
+def learnt(
+    module: nn.Module, dress: Callable[[Tensor], Any] = lambda x: x, **settings: Any
+) -> OnePass:
     learner = OnePass(module, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), **settings)
     for seed in range(3):
         x, y = batch(seed=seed)
@@ -96,8 +105,12 @@ def sentence(error: BaseException) -> str:
     return message
 
 
-@pytest.mark.parametrize("build", [small_net, Normed, Dropped, Tied, Reader, image], ids=lambda b: b.__name__)
-def test_an_exported_model_answers_as_the_learner_does_for_any_batch_size(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "build", [small_net, Normed, Dropped, Tied, Reader, image], ids=lambda b: b.__name__
+)
+def test_an_exported_model_answers_as_the_learner_does_for_any_batch_size(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     learner = learnt(build())
     learner.export(tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2").module()
@@ -122,15 +135,21 @@ def test_a_model_with_several_inputs_is_exported_with_them(names: bool, tmp_path
 
 
 @pytest.mark.parametrize("build", [Normed, Dropped], ids=lambda b: b.__name__)
-def test_learning_goes_on_as_if_nothing_had_been_exported(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_learning_goes_on_as_if_nothing_had_been_exported(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     module, twin = build(), build()
     twin.load_state_dict(module.state_dict())
     learner, other = learnt(module), learnt(twin)
     module.train(False)
     twin.train(False)
-    before, luck, modes = copy.deepcopy(module.state_dict()), torch.get_rng_state(), [part.training for part in module.modules()]
+    before, rng_state, modes = (
+        copy.deepcopy(module.state_dict()),
+        torch.get_rng_state(),
+        [part.training for part in module.modules()],
+    )
     learner.export(tmp_path / "model.pt2")
-    assert torch.equal(luck, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     assert [part.training for part in module.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     for seed in range(3, 7):
@@ -147,9 +166,13 @@ def test_a_file_is_not_changed_by_what_is_learnt_afterwards(tmp_path: Path) -> N
     for _ in range(5):
         learner.observe(x, y)
     assert not torch.allclose(learner.scores(x), expected, atol=1e-3)
-    assert torch.allclose(torch.export.load(tmp_path / "model.pt2").module()(x), expected, atol=1e-6)
+    assert torch.allclose(
+        torch.export.load(tmp_path / "model.pt2").module()(x), expected, atol=1e-6
+    )
     learner.export(tmp_path / "model.pt2")
-    assert torch.allclose(torch.export.load(tmp_path / "model.pt2").module()(x), learner.scores(x), atol=1e-6)
+    assert torch.allclose(
+        torch.export.load(tmp_path / "model.pt2").module()(x), learner.scores(x), atol=1e-6
+    )
 
 
 def test_a_stream_of_single_examples_is_exported_for_any_batch_size(tmp_path: Path) -> None:
@@ -168,7 +191,11 @@ def test_a_head_that_has_grown_is_exported_as_it_is(tmp_path: Path) -> None:
     x, y = batch()
     learner.observe(x, y + 3)
     learner.export(tmp_path / "model.pt2")
-    assert torch.export.load(tmp_path / "model.pt2").module()(x).shape[1] == learner.outputs == int(y.max()) + 4
+    assert (
+        torch.export.load(tmp_path / "model.pt2").module()(x).shape[1]
+        == learner.outputs
+        == int(y.max()) + 4
+    )
 
 
 def test_a_loaded_learner_can_export_at_once(tmp_path: Path) -> None:
@@ -178,11 +205,15 @@ def test_a_loaded_learner_can_export_at_once(tmp_path: Path) -> None:
     learner.save(tmp_path / "saved")
     OnePass.load(tmp_path / "saved", Normed()).export(tmp_path / "model.pt2")
     x, _ = batch(7)
-    assert torch.allclose(torch.export.load(tmp_path / "model.pt2").module()(x), learner.scores(x), atol=1e-6)
+    assert torch.allclose(
+        torch.export.load(tmp_path / "model.pt2").module()(x), learner.scores(x), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("build", [Deciding, Locked], ids=lambda b: b.__name__)
-def test_a_module_that_cannot_be_exported_is_one_sentence_and_no_file(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_exported_is_one_sentence_and_no_file(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     learner = learnt(build())
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is looked at below
         learner.export(tmp_path / "new" / "model.pt2")
@@ -217,7 +248,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_disk_that_is_full_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = learnt(small_net(CLASSES))
 
     def full(*_: object, **__: object) -> None:
@@ -233,9 +266,14 @@ def test_a_disk_that_is_full_leaves_no_file(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
-def test_onnx_without_its_packages_is_one_sentence_and_no_file(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_without_its_packages_is_one_sentence_and_no_file(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = learnt(small_net(CLASSES))
-    monkeypatch.setattr("onepass.live.exporting.find_spec", lambda name: None if name == missing else SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        "onepass.live.exporting.find_spec",
+        lambda name: None if name == missing else SimpleNamespace(name=name),
+    )
     with pytest.raises(InputError) as caught:
         learner.export(tmp_path / "model.onnx")
     message = sentence(caught.value)
@@ -244,7 +282,9 @@ def test_onnx_without_its_packages_is_one_sentence_and_no_file(missing: str, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_onnx_cannot_say_is_one_sentence_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_onnx_cannot_say_is_one_sentence_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = learnt(small_net(CLASSES))
 
     def cannot(*_: object, **__: object) -> None:
@@ -258,7 +298,10 @@ def test_a_model_that_onnx_cannot_say_is_one_sentence_and_no_file(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not (importlib.util.find_spec("onnx") and importlib.util.find_spec("onnxscript")), reason="needs onnx and onnxscript")
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("onnx") and importlib.util.find_spec("onnxscript")),
+    reason="needs onnx and onnxscript",
+)
 def test_onnx_answers_as_the_learner_does(tmp_path: Path) -> None:
     from onnx.reference import ReferenceEvaluator
 

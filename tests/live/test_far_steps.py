@@ -31,9 +31,13 @@ def pulling(slope: float, start: float) -> nn.Module:
     return Weight()
 
 
-def learner_of(kind: torch.dtype, method: str, slope: float, rate: float, start: float = 0.0) -> tuple[OnePass, Tensor]:
+def learner_of(
+    kind: torch.dtype, method: str, slope: float, rate: float, start: float = 0.0
+) -> tuple[OnePass, Tensor]:
     module = pulling(slope, start).to(kind)
-    return OnePass(module, method, learning_rate=rate, loss=lambda outputs, y: outputs), torch.ones(4, 1, dtype=kind)
+    return OnePass(module, method, learning_rate=rate, loss=lambda outputs, y: outputs), torch.ones(
+        4, 1, dtype=kind
+    )
 
 
 @pytest.mark.parametrize("method", ["van", "a-gem", "er", "mega-1", "pi", "rwalk"])
@@ -41,19 +45,21 @@ def test_a_step_of_half_precision_to_infinity_is_refused_and_leaves_no_trace(met
     learner, one = learner_of(torch.float16, method, 100.0, 1.0)
     learner.observe(one, one)
     learner.learning_rate = 700.0
-    with refused(learner, "this step leads to parameters that are not finite", "nothing was learnt"):
+    with refused(
+        learner, "this step leads to parameters that are not finite", "nothing was learnt"
+    ):
         learner.observe(one, one)
     learner.learning_rate = 1.0
     learner.observe(one, one)
     assert learner.steps == 2
 
 
-@pytest.mark.parametrize(("kind", "scale"), [(torch.float16, 3e3), (torch.bfloat16, 1e25), (torch.float32, 1e25)])
+@pytest.mark.parametrize(
+    ("kind", "scale"), [(torch.float16, 3e3), (torch.bfloat16, 1e25), (torch.float32, 1e25)]
+)
 @pytest.mark.parametrize("method", ["van", "er"])
 def test_a_batch_that_takes_the_statistics_of_batch_norm_to_infinity_is_refused(
-    method: str,
-    kind: torch.dtype,
-    scale: float,
+    method: str, kind: torch.dtype, scale: float
 ) -> None:
     module = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)).to(kind)
     learner = OnePass(module, method, learning_rate=0.1)
@@ -67,13 +73,20 @@ def test_a_batch_that_takes_the_statistics_of_batch_norm_to_infinity_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "rate", "says"),
-    [("momentum", 3e38, "parameters that are not finite"), *((name, 1e300, "overflow") for name in ("momentum", "Adam", "RMSprop", "Adagrad"))],
+    [
+        ("momentum", 3e38, "parameters that are not finite"),
+        *((name, 1e300, "overflow") for name in ("momentum", "Adam", "RMSprop", "Adagrad")),
+    ],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["the first step", "a later step"])
-def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(name: str, rate: float, says: str, first: bool) -> None:
+def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(
+    name: str, rate: float, says: str, first: bool
+) -> None:
     module = small_net(CLASSES)
     optimizer = OPTIMIZERS[name](module.parameters())
-    learner = OnePass(module, optimizer=optimizer, loss=lambda outputs, y: 1e6 * (outputs * y).sum())
+    learner = OnePass(
+        module, optimizer=optimizer, loss=lambda outputs, y: 1e6 * (outputs * y).sum()
+    )
     x, y = torch.randn(8, FEATURES), torch.ones(8, CLASSES)
     if not first:
         learner.observe(x, y)
@@ -102,10 +115,18 @@ def test_an_optimizer_that_fails_after_its_step_is_as_it_was() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_last_number_can_be_reached_and_not_passed(kind: torch.dtype, optimizer: bool) -> None:
     most = torch.finfo(kind).max
-    for slope, rate, fits in ((1.0, 1.0, True), (most / 1e4 if kind == torch.float16 else 1e18, 1e4, kind != torch.float16)):
+    for slope, rate, fits in (
+        (1.0, 1.0, True),
+        (most / 1e4 if kind == torch.float16 else 1e18, 1e4, kind != torch.float16),
+    ):
         learner, one = learner_of(kind, "van", slope, rate, -most)
         if optimizer:
-            learner = OnePass(learner.module, "van", optimizer=torch.optim.SGD(learner.module.parameters(), lr=rate), loss=lambda o, y: o)
+            learner = OnePass(
+                learner.module,
+                "van",
+                optimizer=torch.optim.SGD(learner.module.parameters(), lr=rate),
+                loss=lambda o, y: o,
+            )
         if fits:
             learner.observe(one, one)
             assert bool(learner.fleet.theta.isfinite().all())
@@ -126,7 +147,9 @@ def test_half_precision_that_accumulates_is_refused_at_its_end() -> None:
 
 
 def test_the_device_is_asked_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = OnePass(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.GELU()), "van", learning_rate=0.1)
+    learner = OnePass(
+        nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.GELU()), "van", learning_rate=0.1
+    )
     asked = []
     original = Tensor.abs
     monkeypatch.setattr(Tensor, "abs", lambda self: (asked.append(1), original(self))[1])
@@ -149,12 +172,19 @@ def test_a_learning_rate_beyond_the_kind_of_number_is_refused() -> None:
 def test_a_task_whose_importances_are_not_finite_does_not_end(method: str) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"fisher": "moving-average"} if method == "ewc" else {}
-    learner = OnePass(small_net(CLASSES).half(), method, learning_rate=0.01, strength=1e9, **settings)
+    learner = OnePass(
+        small_net(CLASSES).half(), method, learning_rate=0.01, strength=1e9, **settings
+    )
     x, y = batch()
     batches = [(x.half(), y)] * 12
     for one in batches:
         learner.observe(*one)
-    with refused(learner, f"what {method} keeps of this task is not finite", "float32", "the task has not ended"):
+    with refused(
+        learner,
+        f"what {method} keeps of this task is not finite",
+        "float32",
+        "the task has not ended",
+    ):
         learner.end_task(again=batches if method == "mas" else None)
     learner.observe(*batches[0])
     assert (learner.segment, learner.steps) == (0, 13)

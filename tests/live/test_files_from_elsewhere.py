@@ -26,10 +26,10 @@ from live_fuzz import CASES, content_of, taken_apart
 from live_refusals import changed, refusal, setting
 from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
 from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass.engine.slots import Slots
 from onepass.files import canonical, digest
 from onepass.live import saving, storage
 from onepass.live.saving import packed
-from onepass.streams.slots import Slots
 
 SAVED = Path(__file__).parent / "saved"  # by an earlier version
 # ---- where to write, and how much
@@ -37,22 +37,37 @@ SAVED = Path(__file__).parent / "saved"  # by an earlier version
 
 @pytest.mark.parametrize("where", ["own", "settings", "memory", "header"])
 @pytest.mark.parametrize("wish", ["autosave", "watch", "loss", "module", "self"])
-def test_a_file_cannot_name_what_is_written_or_called(where: str, wish: str, tmp_path: Path) -> None:
+def test_a_file_cannot_name_what_is_written_or_called(
+    where: str, wish: str, tmp_path: Path
+) -> None:
     def change(about: dict[str, Any], _: object) -> None:
         settings = about["settings"]
-        {"own": settings["own"], "settings": settings, "memory": settings["memory"], "header": about}[where][wish] = str(tmp_path / "victim" / "file")
+        {
+            "own": settings["own"],
+            "settings": settings,
+            "memory": settings["memory"],
+            "header": about,
+        }[where][wish] = str(tmp_path / "victim" / "file")
 
     assert "altered" in refusal(changed("a-gem", change), CASES["a-gem"], tmp_path)
 
 
 def test_the_folder_in_a_file_is_never_made(tmp_path: Path) -> None:
     def change(about: dict[str, Any], _: object) -> None:
-        about["settings"]["memory"] |= {"where": "disk", "folder": str(tmp_path / "victim"), "bytes": 2**40}
+        about["settings"]["memory"] |= {
+            "where": "disk",
+            "folder": str(tmp_path / "victim"),
+            "bytes": 2**40,
+        }
 
     sentence = refusal(changed("a-gem", change), CASES["a-gem"], tmp_path)
     assert "where='disk' and folder='…'" in sentence
     assert "where='cpu'" in sentence
-    for place in ({"where": "cpu"}, {"where": "module"}, {"where": "disk", "folder": tmp_path / "mine"}):
+    for place in (
+        {"where": "cpu"},
+        {"where": "module"},
+        {"where": "disk", "folder": tmp_path / "mine"},
+    ):
         learner = OnePass.load(tmp_path / "file", net(), **place)
         learner.observe(*classes(1, 2))
         assert not (tmp_path / "victim").exists()
@@ -69,7 +84,9 @@ def test_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "module", "disk"])
 def test_a_memory_goes_on_bit_identically_in_another_place(place: Any, tmp_path: Path) -> None:
-    case = Case("mega-1", {"memory": Memory(per_task=7, bytes=6000, where="disk", folder=tmp_path / "one")})
+    case = Case(
+        "mega-1", {"memory": Memory(per_task=7, bytes=6000, where="disk", folder=tmp_path / "one")}
+    )
     learner = case.start()
     case.run(learner, 0, MIDDLE)
     learner.save(tmp_path / "file")
@@ -80,7 +97,10 @@ def test_a_memory_goes_on_bit_identically_in_another_place(place: Any, tmp_path:
     assert taken_apart(packed(loaded))[1].keys() == taken_apart(packed(learner))[1].keys()
 
 
-@pytest.mark.parametrize("limit", [{"bytes": 2**45, "per_task": 500}, {"examples": 2**40, "per_task": 500}, {"per_task": 2**40}])
+@pytest.mark.parametrize(
+    "limit",
+    [{"bytes": 2**45, "per_task": 500}, {"examples": 2**40, "per_task": 500}, {"per_task": 2**40}],
+)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_nothing_is_reserved_for_examples_that_have_not_come(
     limit: dict[str, int], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +113,9 @@ def test_nothing_is_reserved_for_examples_that_have_not_come(
         allocate(handle, offset, length)
 
     monkeypatch.setattr(storage.os, "posix_fallocate", counted)
-    (tmp_path / "file").write_bytes(changed("a-gem", lambda about, _: about["settings"]["memory"].update(limit)))
+    (tmp_path / "file").write_bytes(
+        changed("a-gem", lambda about, _: about["settings"]["memory"].update(limit))
+    )
     given = {"where": "disk", "folder": tmp_path / "mine"} if place == "disk" else {"where": place}
     learner = OnePass.load(tmp_path / "file", net(), **given)
     assert learner.memory is not None
@@ -107,8 +129,12 @@ def test_nothing_is_reserved_for_examples_that_have_not_come(
     assert bool(reserved) == (place == "disk")
 
 
-def test_nothing_is_reserved_by_a_file_that_was_saved_before_the_first_batch(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(changed("a-gem", lambda about, _: about["settings"]["memory"].update(bytes=2**50), stop=0))
+def test_nothing_is_reserved_by_a_file_that_was_saved_before_the_first_batch(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_bytes(
+        changed("a-gem", lambda about, _: about["settings"]["memory"].update(bytes=2**50), stop=0)
+    )
     learner = OnePass.load(tmp_path / "file", net())
     learner.observe(*classes(0, 0))
     assert learner.memory is not None
@@ -165,7 +191,9 @@ def test_lengths_depths_and_repetitions_are_bounded(tmp_path: Path) -> None:
         {"dtype": "F99"},
         {"more": 1},
     ):
-        other = json.dumps(entries | {"module.0.weight": entries["module.0.weight"] | change}).encode()
+        other = json.dumps(
+            entries | {"module.0.weight": entries["module.0.weight"] | change}
+        ).encode()
         refusal(struct.pack("<Q", len(other)) + other + rest, case, tmp_path)
     for other in (rest[:-1], rest + b"\0", b"", rest * 2):
         refusal(content[: 8 + length] + other, case, tmp_path)
@@ -180,9 +208,17 @@ def test_lengths_depths_and_repetitions_are_bounded(tmp_path: Path) -> None:
         (r"{\"a\":1}", "," + " " * 6),
         (r"[]", "," + " " * 14),
     ],
-    ids=["dictionaries as numbers", "lists as numbers", "commas as numbers", "dictionaries", "lists"],
+    ids=[
+        "dictionaries as numbers",
+        "lists as numbers",
+        "commas as numbers",
+        "dictionaries",
+        "lists",
+    ],
 )
-def test_the_values_of_a_header_are_counted_however_they_are_written(value: str, comma: str, tmp_path: Path) -> None:
+def test_the_values_of_a_header_are_counted_however_they_are_written(
+    value: str, comma: str, tmp_path: Path
+) -> None:
     count = 60_000_000 // len(value + comma)
     inner = rf"{{\"checksum\":\"\",\"format\":1,\"x\":[{(value + comma) * count}0]}}"
     header = f'{{"__metadata__":{{"onepass":"{inner}"}}}}'.encode()
@@ -199,7 +235,13 @@ def test_the_values_of_a_header_are_counted_however_they_are_written(value: str,
 def test_only_plain_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
-    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), Path("/dev/null"), tmp_path):
+    for path in (
+        tmp_path / "pipe",
+        tmp_path / "link",
+        Path("/dev/zero"),
+        Path("/dev/null"),
+        tmp_path,
+    ):
         with pytest.raises(InputError, match="not a plain file"):
             OnePass.load(path, net())
     (tmp_path / "loop").symlink_to("loop")
@@ -225,7 +267,10 @@ def test_a_large_file_of_another_kind_is_refused_unread(tmp_path: Path) -> None:
 
 def test_a_header_of_many_tensors_is_refused_before_they_are_made(tmp_path: Path) -> None:
     about, _ = taken_apart(content_of("a-gem", MIDDLE))
-    entries = [f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000)]
+    entries = [
+        f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'
+        for number in range(500_000)
+    ]
     about |= {"format": 1, "tensors": "0" * 64}
     own = json.dumps({"onepass": canonical(about | {"checksum": digest(canonical(about))})})
     header = ("{" + ",".join([f'"__metadata__":{own}', *entries]) + "}").encode()
@@ -240,15 +285,21 @@ def test_a_header_of_many_tensors_is_refused_before_they_are_made(tmp_path: Path
 
 
 @pytest.mark.parametrize("when", ["a report", "the end of a task"])
-def test_examples_in_a_file_that_the_module_refuses_are_one_sentence(when: str, tmp_path: Path) -> None:
+def test_examples_in_a_file_that_the_module_refuses_are_one_sentence(
+    when: str, tmp_path: Path
+) -> None:
     def change(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors["memory.examples.x"].fill_(1000)  # words that the module does not have
 
     case = CASES["mega-1, two inputs"]
     (tmp_path / "file").write_bytes(changed("mega-1, two inputs", change))
-    learner = OnePass.load(tmp_path / "file", case.build(), **({"watch": print} if when == "the end of a task" else {}))
+    learner = OnePass.load(
+        tmp_path / "file", case.build(), **({"watch": print} if when == "the end of a task" else {})
+    )
     before = learner.segment, learner.batches
-    with pytest.raises(InputError, match=r"refused examples of the memory .*forgetting cannot be measured"):
+    with pytest.raises(
+        InputError, match=r"refused examples of the memory .*forgetting cannot be measured"
+    ):
         learner.end_task() if when == "the end of a task" else learner.report()
     assert (learner.segment, learner.batches) == before
 
@@ -267,16 +318,23 @@ OLD = {
     "ewc": Case("ewc", optimizer=OPTIMIZERS["momentum"]),
     "grown": Case("er", {"grow": True}, partial(net, 2), live_fuzz.appearing, OPTIMIZERS["Adam"]),
     "task-free": Case("er", {"task_free": True, "memory": Memory(examples=9, recent=1)}),
-    "disk": Case("mega-1", {"memory": Memory(per_task=7, bytes=5000, where="disk", folder="memory")}),
+    "disk": Case(
+        "mega-1", {"memory": Memory(per_task=7, bytes=5000, where="disk", folder="memory")}
+    ),
     "own-loss": Case("rwalk", data=values, loss=square),
 }
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_a_file_of_an_earlier_version_is_loaded_and_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_an_earlier_version_is_loaded_and_goes_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # where a relative folder is
     learner = OLD[name].load(SAVED / f"{name}.safetensors")
-    (was, tensors), (now, same) = (taken_apart(content) for content in ((SAVED / f"{name}.safetensors").read_bytes(), packed(learner)))
+    (was, tensors), (now, same) = (
+        taken_apart(content)
+        for content in ((SAVED / f"{name}.safetensors").read_bytes(), packed(learner))
+    )
     assert tensors.keys() == same.keys()
     assert all(torch.equal(tensor, same[key]) for key, tensor in tensors.items())
     assert {key for key in was if was[key] != now[key]} <= {"settings"}
@@ -338,9 +396,13 @@ def test_numbers_that_a_file_cannot_hold_do_not_stop_a_save(tmp_path: Path) -> N
     assert (tmp_path / "file").read_bytes() == before
 
 
-def test_a_classifier_with_its_memory_on_disk_is_pickled_and_copied_as_before(tmp_path: Path) -> None:
+def test_a_classifier_with_its_memory_on_disk_is_pickled_and_copied_as_before(
+    tmp_path: Path,
+) -> None:
     x, y = np.random.default_rng(0).normal(size=(40, 6)), np.arange(40) % 3
-    learner = OnePassClassifier(memory=Memory(bytes=10**5, where="disk", folder=tmp_path / "memory"), random_state=0)
+    learner = OnePassClassifier(
+        memory=Memory(bytes=10**5, where="disk", folder=tmp_path / "memory"), random_state=0
+    )
     learner.partial_fit(x, y, task_ends=True)
     for other in (pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)):
         assert str(other.learner_.plan.folder) == str(tmp_path / "memory")
@@ -366,8 +428,19 @@ def attacked(folder: Path, first: int, last: int) -> Counter[str]:
     """What became of these attacks, each in a process with a memory limit and a clock."""
     found: Counter[str] = Counter()
     while first < last:
-        command = [sys.executable, live_fuzz.__file__, str(folder / f"from {first}"), str(first), str(last)]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        command = [
+            sys.executable,
+            live_fuzz.__file__,
+            str(folder / f"from {first}"),
+            str(first),
+            str(last),
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         for line in done.stdout.splitlines():
             number, _, rest = line.partition(" ")
             first = int(number) + 1
@@ -379,7 +452,9 @@ def attacked(folder: Path, first: int, last: int) -> Counter[str]:
     return found
 
 
-def test_an_attack_that_uses_up_the_memory_is_not_taken_for_one_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attack_that_uses_up_the_memory_is_not_taken_for_one_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_large(*_: object) -> None:
         raise MemoryError
 
@@ -406,7 +481,9 @@ def test_thousands_of_attacks_end_in_a_sentence_or_a_learner_that_goes_on(tmp_pa
 
 def test_the_module_given_is_left_alone_when_a_tied_file_is_refused(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
-    first = OnePass(module, learning_rate=0.1)  # which goes on although another one could not be loaded into its module
+    first = OnePass(
+        module, learning_rate=0.1
+    )  # which goes on although another one could not be loaded into its module
     first.observe(*classes(0, 0))
     (tmp_path / "file").write_bytes(changed("a-gem", setting("memory/task", 0)))
     with pytest.raises(InputError):

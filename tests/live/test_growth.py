@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations
 
 from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import InputError, Memory, OnePass
-from onepass.draws import Purpose, Source
 from onepass.live.saving import packed
+from onepass.random_numbers import Purpose, RandomNumbers
 from toys import FEATURES, Tied
 
 
@@ -35,11 +35,13 @@ def test_growth_keeps_old_outputs_and_initialises_new_ones_as_torch_does() -> No
     assert torch.equal(torch.get_rng_state(), random), "torch's own generator is left alone"
     after = dict(learner.module.named_parameters())
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in after.values())
-    assert all((after[name] is parameter) == name.startswith("0.") for name, parameter in objects.items())
+    assert all(
+        (after[name] is parameter) == name.startswith("0.") for name, parameter in objects.items()
+    )
     assert torch.equal(after["0.weight"], before["0.weight"])
     assert torch.equal(after["2.weight"][:2], before["2.weight"])
     assert torch.equal(after["2.bias"][:2], before["2.bias"])
-    torch.manual_seed(int(Source([6], Purpose.INITIAL).bits(1, 1)))
+    torch.manual_seed(int(RandomNumbers([6], Purpose.INITIAL).bits(1, 1)))
     expected = nn.Linear(5, 5)
     assert torch.equal(after["2.weight"][2:], expected.weight[2:])
     assert torch.equal(after["2.bias"][2:], expected.bias[2:])
@@ -64,7 +66,9 @@ def test_new_outputs_depend_on_the_seed_and_on_how_often_the_head_has_grown_alon
 
 
 @pytest.mark.parametrize(
-    "head", [nn.Linear(5, 2), nn.Linear(5, 2, bias=False), nn.Linear(5, 2, dtype=torch.float64)], ids=["plain", "no bias", "float64"]
+    "head",
+    [nn.Linear(5, 2), nn.Linear(5, 2, bias=False), nn.Linear(5, 2, dtype=torch.float64)],
+    ids=["plain", "no bias", "float64"],
 )
 def test_heads_of_every_kind_grow_and_learn(head: nn.Linear) -> None:
     kind = head.weight.dtype
@@ -143,7 +147,9 @@ def test_the_head_is_the_last_linear_layer_or_the_one_of_that_name() -> None:
 
 
 @pytest.mark.parametrize("grow", [True, "body"])
-def test_a_layer_whose_outputs_are_not_the_classes_is_refused_and_stays_as_it_is(grow: bool | str) -> None:
+def test_a_layer_whose_outputs_are_not_the_classes_is_refused_and_stays_as_it_is(
+    grow: bool | str,
+) -> None:
     module = Two()
     with pytest.raises(InputError, match=r"grow|head|outputs"):  # noqa: PT012 - at once, or when it would have to grow
         learner = learner_of(module=module, grow=grow)
@@ -194,7 +200,9 @@ def parametrised() -> nn.Module:
     ],
     ids=["tied", "tied too", "frozen", "parametrised", "none", "unknown", "not linear"],
 )
-def test_a_head_that_cannot_grow_is_refused_before_anything_happens(module: nn.Module, grow: bool | str, words: str) -> None:
+def test_a_head_that_cannot_grow_is_refused_before_anything_happens(
+    module: nn.Module, grow: bool | str, words: str
+) -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(InputError) as caught:
         learner_of(module=module, grow=grow)
@@ -209,7 +217,9 @@ def test_a_loss_of_ones_own_has_no_classes_to_grow_by() -> None:
 
 
 @pytest.mark.parametrize(("grow", "label"), [(False, 2), (False, 9), (True, 20_000), (True, -1)])
-def test_labels_that_are_out_of_range_are_refused_and_change_nothing(grow: bool, label: int) -> None:
+def test_labels_that_are_out_of_range_are_refused_and_change_nothing(
+    grow: bool, label: int
+) -> None:
     learner = learner_of(grow=grow)
     learn(learner)
     before = packed(learner)
@@ -225,12 +235,16 @@ def test_a_first_batch_with_a_label_out_of_range_changes_nothing() -> None:
     before = {name: value.clone() for name, value in learner.module.state_dict().items()}
     with pytest.raises(InputError, match="label 2 is out of range: the module has 2 outputs"):
         learner.observe(*batch(0, 3))
-    assert all(torch.equal(value, before[name]) for name, value in learner.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in learner.module.state_dict().items()
+    )
     assert learner.steps == 0
     learner.observe(*batch(0))
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "er"])  # which joins it with others
+@pytest.mark.parametrize(
+    "name", [name for name in SETTINGS if name != "er"]
+)  # which joins it with others
 def test_a_batch_that_the_module_refuses_does_not_grow_the_head(name: str) -> None:
     module = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     learner = learner_of(name, module)

@@ -105,7 +105,9 @@ def test_a_handler_of_the_users_own_is_called_after_the_batch(call: str) -> None
 
 def test_what_a_handler_raises_inside_watch_arrives_as_it_is() -> None:
     signal.signal(signal.SIGALRM, out_of_time)
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=lambda _: send(signal.SIGALRM), watch_every=1)
+    learner = OnePass(
+        small_net(CLASSES), learning_rate=0.1, watch=lambda _: send(signal.SIGALRM), watch_every=1
+    )
     with pytest.raises(TooLateError):
         learner.observe(*stream()[0])
     assert learner.steps == 1
@@ -133,8 +135,12 @@ def test_what_a_handler_saves_is_a_learner_before_a_batch_or_after_it(tmp_path: 
     assert packed(learner) == after
 
 
-@pytest.mark.parametrize("struck", [False, True], ids=["set inside", "after an interrupt of the end"])
-def test_a_handler_may_call_the_one_that_it_found(struck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "struck", [False, True], ids=["set inside", "after an interrupt of the end"]
+)
+def test_a_handler_may_call_the_one_that_it_found(
+    struck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if struck:  # before the handlers were put back
         monkeypatch.setattr(interrupts, "_uninstall", bool)
     heard: list[int] = []
@@ -156,7 +162,9 @@ def test_a_handler_may_call_the_one_that_it_found(struck: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
-def test_what_a_cluster_sends_before_its_time_is_up_is_heard_after_the_batch(kind: signal.Signals) -> None:
+def test_what_a_cluster_sends_before_its_time_is_up_is_heard_after_the_batch(
+    kind: signal.Signals,
+) -> None:
     signal.signal(kind, out_of_time)
     module = Calling()
     learner = OnePass(module, learning_rate=0.1)

@@ -13,17 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from live_memory import CLASSES, Offered, assert_same_batch, assert_same_state, every_policy, memory_of, numbers_in, some_labels
+from live_memory import (
+    CLASSES,
+    Offered,
+    assert_same_batch,
+    assert_same_state,
+    every_policy,
+    memory_of,
+    numbers_in,
+    some_labels,
+)
 from onepass import InputError, Memory, OnePass
+from onepass.engine.batch import Batch
 from onepass.live.memory import LiveMemory, Policy
 from onepass.live.saving import packed, settings
-from onepass.streams.batch import Batch
 
 
 def held(memory: LiveMemory) -> dict[tuple[int, int], list[int]]:
     """Numbers of the examples held out, by group."""
     numbers = numbers_in(memory) if memory.storage is not None else []
-    return {group: [numbers[row] for row in rows] for group, rows in memory._members.items() if group[1] < 0}
+    return {
+        group: [numbers[row] for row in rows]
+        for group, rows in memory._members.items()
+        if group[1] < 0
+    }
 
 
 def filled(memory: LiveMemory, seed: int = 0, tasks: int = 3, batches: int = 30) -> Offered:
@@ -42,7 +55,9 @@ def filled(memory: LiveMemory, seed: int = 0, tasks: int = 3, batches: int = 30)
 
 @every_policy
 @pytest.mark.parametrize("limit", [{}, {"examples": 60}], ids=["no limit", "examples"])
-def test_what_is_held_out_is_never_rehearsed(policy: Policy, task_free: bool, limit: dict[str, int]) -> None:
+def test_what_is_held_out_is_never_rehearsed(
+    policy: Policy, task_free: bool, limit: dict[str, int]
+) -> None:
     memory = memory_of(Memory(per_task=20, held_out=6, recent=2, **limit), policy, task_free)
     offered, random = Offered(), Random(3)
     ever: set[int] = set()
@@ -53,7 +68,9 @@ def test_what_is_held_out_is_never_rehearsed(policy: Policy, task_free: bool, li
         drawn = [memory.draw(9)]
         if not task_free:
             drawn += [memory.of([task]) for task in range(memory.task)]
-        rehearsed = {int(n) for batch in drawn if batch is not None for n in batch.x[0, :, 0].tolist()}
+        rehearsed = {
+            int(n) for batch in drawn if batch is not None for n in batch.x[0, :, 0].tolist()
+        }
         ever |= {number for numbers in held(memory).values() for number in numbers}
         assert rehearsed.isdisjoint(ever)
         offered(memory, some_labels(random))
@@ -66,11 +83,15 @@ def test_what_is_held_out_is_never_rehearsed(policy: Policy, task_free: bool, li
         assert not task_free or all(offered.labels[number] == ~label for number in numbers)
     measured = memory.groups()
     rows = numbers_in(memory)
-    assert {rows[row] for group in measured.values() for row in group} <= {number for numbers in groups.values() for number in numbers}
+    assert {rows[row] for group in measured.values() for row in group} <= {
+        number for numbers in groups.values() for number in numbers
+    }
 
 
 @every_policy
-def test_what_is_held_out_comes_on_top_of_the_share_of_a_task(policy: Policy, task_free: bool) -> None:
+def test_what_is_held_out_comes_on_top_of_the_share_of_a_task(
+    policy: Policy, task_free: bool
+) -> None:
     if task_free:
         return
     memory, offered = memory_of(Memory(per_task=20, held_out=6), policy), Offered()
@@ -81,7 +102,9 @@ def test_what_is_held_out_comes_on_top_of_the_share_of_a_task(policy: Policy, ta
         memory.end_task()
     assert memory.counts() == dict.fromkeys(range(3), 26)
     assert memory.visible == 60
-    assert {group: len(rows) for group, rows in memory.groups().items()} == dict.fromkeys(range(3), 6)
+    assert {group: len(rows) for group, rows in memory.groups().items()} == dict.fromkeys(
+        range(3), 6
+    )
 
 
 def test_what_is_held_out_is_a_uniform_sample_and_leaves_the_rest_one() -> None:
@@ -95,11 +118,16 @@ def test_what_is_held_out_is_a_uniform_sample_and_leaves_the_rest_one() -> None:
         apart = {number for numbers in held(memory).values() for number in numbers}
         for number in numbers_in(memory):
             counts[number in apart][number] += 1
-    for kept, size in ((counts[True][1:], 6), (counts[False][1:], 20)):  # the first one is always offered to the rest
+    for kept, size in (
+        (counts[True][1:], 6),
+        (counts[False][1:], 20),
+    ):  # the first one is always offered to the rest
         parts = kept.reshape(7, 17).sum(1)
         expected = parts.sum() / 7
         assert kept.sum() == pytest.approx(400 * size, rel=0.05)
-        assert float(((parts - expected) ** 2 / expected).sum()) < 28  # six degrees of freedom: above once in ten thousand times
+        assert (
+            float(((parts - expected) ** 2 / expected).sum()) < 28
+        )  # six degrees of freedom: above once in ten thousand times
 
 
 def test_a_task_of_a_single_example_can_be_rehearsed() -> None:
@@ -111,8 +139,12 @@ def test_a_task_of_a_single_example_can_be_rehearsed() -> None:
 
 
 @every_policy
-@pytest.mark.parametrize("limit", [{}, {"examples": 40}, {"bytes": 20_000}], ids=["no limit", "examples", "bytes"])
-def test_a_restored_memory_goes_on_identically(policy: Policy, task_free: bool, limit: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limit", [{}, {"examples": 40}, {"bytes": 20_000}], ids=["no limit", "examples", "bytes"]
+)
+def test_a_restored_memory_goes_on_identically(
+    policy: Policy, task_free: bool, limit: dict[str, int]
+) -> None:
     plan = Memory(per_task=15, recent=3, held_out=5, **limit)
     memory = memory_of(plan, policy, task_free)
     filled(memory)
@@ -122,7 +154,9 @@ def test_a_restored_memory_goes_on_identically(policy: Policy, task_free: bool, 
         offered(memory, some_labels(random))
     fresh = memory_of(plan, policy, task_free)
     fresh.fleet.number = memory.fleet.number
-    fresh.restore({name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters())
+    fresh.restore(
+        {name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters()
+    )
     for seed, both in ((5, (memory, fresh)),):
         chance = [Random(seed), Random(seed)]
         shown = [Offered(), Offered()]
@@ -175,7 +209,9 @@ def test_without_it_nothing_is_learnt_differently_and_a_file_has_no_word_of_it()
 
 
 @pytest.mark.parametrize("method", ["er", "a-gem", "gem", "s-gem", "mega-1"])
-def test_a_method_is_given_nothing_of_what_is_held_out(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_given_nothing_of_what_is_held_out(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Batch] = []
     for name in ("draw", "of"):
         real = getattr(LiveMemory, name)
@@ -190,7 +226,11 @@ def test_a_method_is_given_nothing_of_what_is_held_out(method: str, monkeypatch:
     learner = learnt(method, memory=Memory(per_task=20, held_out=10))
     memory = learner.memory
     assert memory is not None
-    apart = {tuple(x.tolist()) for rows in memory.groups().values() for x in memory.take(torch.tensor(rows)).x[0]}
+    apart = {
+        tuple(x.tolist())
+        for rows in memory.groups().values()
+        for x in memory.take(torch.tensor(rows)).x[0]
+    }
     seen = {tuple(x.tolist()) for batch in given for x in batch.x[0]}
     assert len(apart) == 30
     assert len(seen) > 20
@@ -200,7 +240,13 @@ def test_a_method_is_given_nothing_of_what_is_held_out(method: str, monkeypatch:
 @pytest.mark.parametrize("task_free", [False, True], ids=["tasks", "task-free"])
 def test_it_goes_on_bit_identically_from_a_file(task_free: bool, tmp_path: Path) -> None:
     def make() -> OnePass:
-        return OnePass(net(), "er", learning_rate=0.05, task_free=task_free, memory=Memory(per_task=12, examples=50, recent=2, held_out=5))
+        return OnePass(
+            net(),
+            "er",
+            learning_rate=0.05,
+            task_free=task_free,
+            memory=Memory(per_task=12, examples=50, recent=2, held_out=5),
+        )
 
     whole, first = make(), make()
     for learner in (whole, first):
@@ -234,10 +280,16 @@ def test_forgetting_is_none_where_the_end_of_the_task_was_not_measured() -> None
     late.observe(*stream(3)[0])
     assert late.report()["forgetting_by_task"] == {0: None, 1: None, 2: None}
     assert late.report()["forgetting"] is None
-    assert late.report()["forgetting"] is None, "a first look in the middle of things is no best moment"
+    assert late.report()["forgetting"] is None, (
+        "a first look in the middle of things is no best moment"
+    )
 
 
-@pytest.mark.parametrize("more", [{"watch": lambda _: None}, {"memory": Memory(held_out=20)}], ids=["watched", "held out"])
+@pytest.mark.parametrize(
+    "more",
+    [{"watch": lambda _: None}, {"memory": Memory(held_out=20)}],
+    ids=["watched", "held out"],
+)
 def test_forgetting_is_known_of_every_task_whose_end_was_measured(more: dict[str, Any]) -> None:
     report = learnt("a-gem", **more).report()
     by_task = report["forgetting_by_task"]
@@ -261,32 +313,52 @@ def test_forgetting_is_the_fall_of_the_accuracy_on_what_is_held_out() -> None:
     assert best - accuracy() > 0.3
 
 
-def test_forgetting_on_rehearsed_examples_is_too_optimistic_and_on_held_out_ones_it_is_not() -> None:
+def test_forgetting_on_rehearsed_examples_is_too_optimistic_and_on_held_out_ones_it_is_not() -> (
+    None
+):
     """Few examples, learnt by heart, and noise: what is rehearsed stays, what is not goes."""
     found = {}
     for name, apart in (("rehearsed", 0), ("held out", 60)):
-        learner = OnePass(net(), "er", learning_rate=0.1, memory=Memory(per_task=8, held_out=apart), watch=lambda _: None)
-        tests = [[torch.cat(part) for part in zip(*stream(task + 50 * 4, 60, noise=1.5), strict=True)] for task in range(4)]
+        learner = OnePass(
+            net(),
+            "er",
+            learning_rate=0.1,
+            memory=Memory(per_task=8, held_out=apart),
+            watch=lambda _: None,
+        )
+        tests = [
+            [torch.cat(part) for part in zip(*stream(task + 50 * 4, 60, noise=1.5), strict=True)]
+            for task in range(4)
+        ]
         best = []
         for task in range(4):
             for x, y in stream(task, 120, noise=1.5):
                 learner.observe(x, y)
             learner.end_task()
             best.append((learner.predict(tests[task][0]) == tests[task][1]).double().mean().item())
-        lost = [b - (learner.predict(x) == y).double().mean().item() for b, (x, y) in zip(best, tests, strict=True)]
+        lost = [
+            b - (learner.predict(x) == y).double().mean().item()
+            for b, (x, y) in zip(best, tests, strict=True)
+        ]
         found[name] = learner.report()["forgetting"], sum(lost) / 4
     (rehearsed, true), (apart, truth) = found["rehearsed"], found["held out"]
     assert rehearsed < true - 0.1
     assert apart == pytest.approx(truth, abs=0.1)
 
 
-def test_forgetting_of_a_loss_of_ones_own_and_of_classes_without_tasks_is_measured_on_what_is_held_out() -> None:
-    learner = OnePass(nn.Linear(8, 2), "er", learning_rate=0.05, loss=mse_loss, memory=Memory(held_out=10))
+def test_forgetting_of_a_loss_of_ones_own_and_of_classes_without_tasks_is_measured_on_what_is_held_out() -> (
+    None
+):
+    learner = OnePass(
+        nn.Linear(8, 2), "er", learning_rate=0.05, loss=mse_loss, memory=Memory(held_out=10)
+    )
     for x, _ in stream(0):
         learner.observe(x, x[:, :2])
     learner.end_task()
     assert learner.report()["forgetting_by_task"] == {0: 0.0}
-    free = OnePass(net(), "er", learning_rate=0.05, task_free=True, memory=Memory(held_out=10, recent=0))
+    free = OnePass(
+        net(), "er", learning_rate=0.05, task_free=True, memory=Memory(held_out=10, recent=0)
+    )
     for x, y in stream(0):
         free.observe(x, y)
     assert free.memory is not None

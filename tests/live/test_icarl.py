@@ -18,7 +18,9 @@ def data(task: int, batches: int = 8) -> list[tuple[Tensor, Tensor]]:
     found = []
     for _ in range(batches):
         y = torch.randint(2 * task, 2 * task + 2, (10,), generator=generator)
-        found.append((torch.randn(10, 6, generator=generator) / 2 + 3 * nn.functional.one_hot(y, 6), y))
+        found.append(
+            (torch.randn(10, 6, generator=generator) / 2 + 3 * nn.functional.one_hot(y, 6), y)
+        )
     return found
 
 
@@ -41,7 +43,11 @@ def test_a_report_tells_what_the_exemplars_take() -> None:
     learner = learnt()
     report = learner.report()
     held = learner.learner.held[0]  # type: ignore[attr-defined]
-    assert report["memory"] == {task: int(held[2 * task : 2 * task + 2].sum()) for task in range(3)} == dict.fromkeys(range(3), 20)
+    assert (
+        report["memory"]
+        == {task: int(held[2 * task : 2 * task + 2].sum()) for task in range(3)}
+        == dict.fromkeys(range(3), 20)
+    )
     assert report["memory_bytes"] == 60 * 6 * 4 + 6 * 8
 
 
@@ -61,10 +67,20 @@ def test_all_classes_is_refused_where_it_has_no_meaning() -> None:
     OnePass(net(), "icarl", learning_rate=0.2, tasks=TASKS, all_classes=False)
 
 
-def test_files_that_have_what_is_refused_by_now_are_loaded_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_have_what_is_refused_by_now_are_loaded_and_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("onepass.live.wrapper.check_method", lambda *_: None)  # as it was before
-        old = OnePass(net(), "icarl", learning_rate=0.2, tasks=TASKS, exemplars=60, all_classes=True, memory=Memory(bytes=100_000))
+        old = OnePass(
+            net(),
+            "icarl",
+            learning_rate=0.2,
+            tasks=TASKS,
+            exemplars=60,
+            all_classes=True,
+            memory=Memory(bytes=100_000),
+        )
         for task in range(2):
             for x, y in data(task):
                 old.observe(x, y)

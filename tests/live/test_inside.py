@@ -40,8 +40,12 @@ def changes(learner: OnePass, path: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("call", ["observe()", "end_task()", "save()"])
-@pytest.mark.parametrize("when", ["first batch", "later", "a class that is new", "a task that ends by itself"])
-def test_a_module_changes_and_saves_no_learner_that_is_learning(when: str, call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "when", ["first batch", "later", "a class that is new", "a task that ends by itself"]
+)
+def test_a_module_changes_and_saves_no_learner_that_is_learning(
+    when: str, call: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     module = Calling(2 if "class" in when else CLASSES)
     learner = OnePass(module, "er", learning_rate=0.1, grow="class" in when)
@@ -65,7 +69,9 @@ def test_a_module_changes_and_saves_no_learner_that_is_learning(when: str, call:
 
 @pytest.mark.parametrize("call", ["observe()", "end_task()", "save()"])
 @pytest.mark.parametrize("where", ["data", "module"])
-def test_the_end_of_a_task_is_interrupted_by_no_other_change(where: str, call: str, tmp_path: Path) -> None:
+def test_the_end_of_a_task_is_interrupted_by_no_other_change(
+    where: str, call: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     module = Calling()
     learner = OnePass(module, "mas", learning_rate=0.1)

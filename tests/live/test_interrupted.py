@@ -55,7 +55,9 @@ def _ctrl_c_is_heard() -> Iterator[None]:
 
 
 def adam(module: nn.Module, method: str = "a-gem", **settings: Any) -> OnePass:
-    return OnePass(module, method, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), **settings)
+    return OnePass(
+        module, method, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), **settings
+    )
 
 
 def sgd(module: nn.Module, method: str = "a-gem", **settings: Any) -> OnePass:
@@ -145,7 +147,9 @@ def calls(case: Case) -> list[Call]:
         for x, y in batches:
             target = y.float() if case.regression else y
 
-            def observe(learner: OnePass, x: Tensor = x, y: Tensor = target, name: str | None = name) -> object:
+            def observe(
+                learner: OnePass, x: Tensor = x, y: Tensor = target, name: str | None = name
+            ) -> object:
                 return learner.observe(x, y, task=name)
 
             made.append(Call(True, observe))
@@ -221,14 +225,14 @@ def storm(name: str, hits: int) -> dict[bool, Count]:
         took.append(time.perf_counter() - began)
         states.append((packed(undisturbed), module_state(undisturbed)))
     counts = {True: Count(0, 0), False: Count(0, 0)}
-    luck = random.Random(0)
+    generator = random.Random(0)
     with Interrupter() as interrupter:
         while sum(counts[True]) < hits:
             learner, at = fresh(), 0
             while at < len(steps) and sum(counts[True]) < hits:
                 inside = False
                 try:
-                    interrupter.after(luck.random() * 1.3 * took[at])
+                    interrupter.after(generator.random() * 1.3 * took[at])
                     inside = True
                     steps[at].make(learner)
                     inside = False
@@ -293,16 +297,20 @@ def test_an_interrupt_in_a_report_loses_that_report_alone() -> None:
     assert torch.equal(whole.fleet.theta, struck.fleet.theta)
     assert [report["step"] for report in all_reports] == [2, 4, 6, 8]
     assert [report["step"] for report in fewer] == [2, 4, 8]
-    assert fewer[-1]["loss"] == pytest.approx((all_reports[-2]["loss"] + all_reports[-1]["loss"]) / 2), (
-        "the next report is of all batches since the last"
-    )
+    assert fewer[-1]["loss"] == pytest.approx(
+        (all_reports[-2]["loss"] + all_reports[-1]["loss"]) / 2
+    ), "the next report is of all batches since the last"
 
 
 def test_a_module_that_hangs_can_be_interrupted_and_the_batch_is_not_learnt() -> None:
     class Hanging(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.head, self.hangs = nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES), False
+            self.norm, self.head, self.hangs = (
+                nn.BatchNorm1d(FEATURES),
+                nn.Linear(FEATURES, CLASSES),
+                False,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             found: Tensor = self.head(self.norm(x))
@@ -330,7 +338,9 @@ def test_a_handler_of_the_users_own_hears_an_interrupt_once_and_stays() -> None:
         heard.append(number)
 
     signal.signal(signal.SIGINT, mine)
-    learner = sgd(small_net(CLASSES), watch=lambda _: os.kill(os.getpid(), signal.SIGINT), watch_every=1)
+    learner = sgd(
+        small_net(CLASSES), watch=lambda _: os.kill(os.getpid(), signal.SIGINT), watch_every=1
+    )
     (x, y), *_ = stream()
     learner.observe(x, y)
     assert heard == [signal.SIGINT]

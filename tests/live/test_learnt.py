@@ -26,11 +26,16 @@ def block(tmp_path: Path) -> None:
     (tmp_path / "folder").rename(tmp_path / "elsewhere")
 
 
-def test_an_autosave_that_fails_says_that_the_batch_was_learnt(learner: OnePass, tmp_path: Path) -> None:
+def test_an_autosave_that_fails_says_that_the_batch_was_learnt(
+    learner: OnePass, tmp_path: Path
+) -> None:
     first, second, *_ = stream()
     learner.observe(*first)
     block(tmp_path)
-    with pytest.raises(LearntError, match=r"^the batch was learnt, and then something failed \(cannot write .*\): mend that") as caught:
+    with pytest.raises(
+        LearntError,
+        match=r"^the batch was learnt, and then something failed \(cannot write .*\): mend that",
+    ) as caught:
         learner.observe(*second)
     assert isinstance(caught.value.__cause__, InputError)
     assert learner.steps == 2
@@ -39,7 +44,9 @@ def test_an_autosave_that_fails_says_that_the_batch_was_learnt(learner: OnePass,
     assert packed(loaded) == packed(learner)
 
 
-def test_an_autosave_that_fails_at_the_end_of_a_task_says_that_it_has_ended(learner: OnePass, tmp_path: Path) -> None:
+def test_an_autosave_that_fails_at_the_end_of_a_task_says_that_it_has_ended(
+    learner: OnePass, tmp_path: Path
+) -> None:
     learner.observe(*stream()[0])
     block(tmp_path)
     with pytest.raises(LearntError, match=r"^the task has ended, and then something failed"):
@@ -51,7 +58,13 @@ def test_a_watch_that_fails_does_not_keep_the_file_from_being_saved(tmp_path: Pa
     def careless(_: object) -> None:
         raise LookupError("of my own")
 
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=careless, watch_every=1, autosave=tmp_path / "saved")
+    learner = OnePass(
+        small_net(CLASSES),
+        learning_rate=0.1,
+        watch=careless,
+        watch_every=1,
+        autosave=tmp_path / "saved",
+    )
     with pytest.raises(LearntError, match="of my own"):
         learner.observe(*stream()[0])
     assert OnePass.load(tmp_path / "saved", small_net(CLASSES)).steps == 1
@@ -59,7 +72,9 @@ def test_a_watch_that_fails_does_not_keep_the_file_from_being_saved(tmp_path: Pa
 
 def test_an_error_that_generators_treat_specially_is_a_learnt_error_too() -> None:
     reports = iter([])
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=lambda _: next(reports), watch_every=1)
+    learner = OnePass(
+        small_net(CLASSES), learning_rate=0.1, watch=lambda _: next(reports), watch_every=1
+    )
     with pytest.raises(LearntError) as caught:
         learner.observe(*stream()[0])
     assert isinstance(caught.value.__cause__, StopIteration)
@@ -83,9 +98,16 @@ def strict() -> Iterator[None]:
 
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("what", ["the stream seems to repeat", "no task has ended"])
-def test_a_handler_of_the_log_that_raises_comes_after_the_batch(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_of_the_log_that_raises_comes_after_the_batch(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onepass.live.advice.PATIENCE", 3)
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, autosave=tmp_path / "saved", task_free=what.startswith("the"))
+    learner = OnePass(
+        small_net(CLASSES),
+        learning_rate=0.1,
+        autosave=tmp_path / "saved",
+        task_free=what.startswith("the"),
+    )
     x, y = stream()[0]
     said = []
     for number in range(4):

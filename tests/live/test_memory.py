@@ -46,16 +46,22 @@ def real_bytes(memory: LiveMemory) -> int:
 
 @every_policy
 @pytest.mark.parametrize("where", ["module", "cpu", "disk"])
-def test_the_byte_budget_holds_after_every_batch_and_is_used(policy: Policy, task_free: bool, where: str, tmp_path: Path) -> None:
+def test_the_byte_budget_holds_after_every_batch_and_is_used(
+    policy: Policy, task_free: bool, where: str, tmp_path: Path
+) -> None:
     budget = 50 * EACH + 17
-    memory = memory_of(Memory(per_task=30, bytes=budget, recent=2, **place_of(where, tmp_path)), policy, task_free)
+    memory = memory_of(
+        Memory(per_task=30, bytes=budget, recent=2, **place_of(where, tmp_path)), policy, task_free
+    )
     offered, random = Offered(), Random(7)
     for _ in range(250):
         something(memory, offered, random)
         if memory.storage is not None:
             assert real_bytes(memory) + INDEX * memory.size <= memory.nbytes <= budget
         check(memory, offered)
-    assert memory.size == (50 if task_free else memory._limit)  # tasks are many small groups, which need room too
+    assert memory.size == (
+        50 if task_free else memory._limit
+    )  # tasks are many small groups, which need room too
     assert memory.nbytes > budget - EACH - ROW - GROUP
     assert len(offered.labels) > 500
 
@@ -72,7 +78,9 @@ def test_the_limit_of_examples_holds_after_every_batch(policy: Policy, task_free
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
-def test_without_a_limit_every_task_has_its_share_and_room_grows_with_the_tasks(policy: Policy) -> None:
+def test_without_a_limit_every_task_has_its_share_and_room_grows_with_the_tasks(
+    policy: Policy,
+) -> None:
     memory, offered, random = memory_of(Memory(per_task=20), policy), Offered(), Random(9)
     for task in range(6):
         memory.begin_task(task)
@@ -91,7 +99,16 @@ def test_what_the_memory_holds_beside_its_examples_does_not_grow_with_the_number
         memory.begin_task(task)
         offered(memory, range(CLASSES))
         memory.end_task()
-        lists = (memory._members, memory._group, memory._arrived, memory._seen, memory._visible, memory._position, memory._fresh, memory._coming)
+        lists = (
+            memory._members,
+            memory._group,
+            memory._arrived,
+            memory._seen,
+            memory._visible,
+            memory._position,
+            memory._fresh,
+            memory._coming,
+        )
         held.append(sum(sys.getsizeof(one) for one in (*lists, *memory._members.values())))
     assert 20 <= memory.size == memory.visible <= (memory._limit or 0)
     assert held[299] < 1.5 * held[49]
@@ -105,23 +122,49 @@ def noted(memory: LiveMemory) -> int:
         if id(one) in seen:
             return 0
         seen.add(id(one))
-        inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one if isinstance(one, (list, tuple, deque)) else ()
+        inside = (
+            [*one.keys(), *one.values()]
+            if isinstance(one, dict)
+            else one
+            if isinstance(one, (list, tuple, deque))
+            else ()
+        )
         return sys.getsizeof(one) + sum(map(size, inside))
 
-    lists = (memory._members, memory._group, memory._arrived, memory._seen, memory._visible, memory._position, memory._fresh, memory._coming)
+    lists = (
+        memory._members,
+        memory._group,
+        memory._arrived,
+        memory._seen,
+        memory._visible,
+        memory._position,
+        memory._fresh,
+        memory._coming,
+    )
     return sum(map(size, lists)) + (0 if memory._rows is None else memory._rows.nbytes)
 
 
 @pytest.mark.parametrize("task_free", [True, False], ids=["task-free", "tasks"])
-@pytest.mark.parametrize("classes", [40, 300, None], ids=["few classes", "as many as rows", "each example a class"])
+@pytest.mark.parametrize(
+    "classes", [40, 300, None], ids=["few classes", "as many as rows", "each example a class"]
+)
 @pytest.mark.parametrize("recent", [3, 10**9])
-def test_what_is_really_held_is_within_the_budget_however_many_classes_there_are(task_free: bool, classes: int | None, recent: int) -> None:
+def test_what_is_really_held_is_within_the_budget_however_many_classes_there_are(
+    task_free: bool, classes: int | None, recent: int
+) -> None:
     budget = 300 * EACH
-    memory = memory_of(Memory(bytes=budget, per_task=10**6, recent=recent), "class-balanced", task_free)
+    memory = memory_of(
+        Memory(bytes=budget, per_task=10**6, recent=recent), "class-balanced", task_free
+    )
     offered, random = Offered(), Random(5)
     for step in range(300):
         first = 300 + 5 * step
-        offered(memory, range(first, first + 5) if classes is None else [1000 + random.randrange(classes) for _ in range(5)])
+        offered(
+            memory,
+            range(first, first + 5)
+            if classes is None
+            else [1000 + random.randrange(classes) for _ in range(5)],
+        )
         if step % 50 == 49 and not task_free:
             memory.end_task()
             memory.begin_task(memory.task + 1)
@@ -133,7 +176,10 @@ def test_what_is_really_held_is_within_the_budget_however_many_classes_there_are
 
 
 def test_the_memory_of_an_endless_stream_of_new_classes_does_not_grow() -> None:
-    memory, offered = memory_of(Memory(examples=30, recent=10**9), "class-balanced", task_free=True), Offered()
+    memory, offered = (
+        memory_of(Memory(examples=30, recent=10**9), "class-balanced", task_free=True),
+        Offered(),
+    )
     fill = iter(range(10**6))
     held = []
     for _ in range(100):
@@ -156,7 +202,12 @@ def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_cla
         for step in range(100):
             offered(memory, range(10 * step, 10 * step + 10))
         gc.collect()
-        lists = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/onepass/live/memory.py")]).traces)
+        lists = sum(
+            trace.size
+            for trace in tracemalloc.take_snapshot()
+            .filter_traces([tracemalloc.Filter(True, "*/onepass/live/memory.py")])
+            .traces
+        )
     finally:
         tracemalloc.stop()
     assert memory.size > 250
@@ -166,7 +217,9 @@ def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_cla
 @pytest.mark.parametrize("policy", ["ring", "class-reservoir", "class-balanced"])
 def test_classes_that_may_come_take_no_room_before_they_do(policy: Policy) -> None:
     module = nn.Linear(2, 20_000)
-    learner = OnePass(module, "er", learning_rate=1e-4, memory=Memory(bytes=50_000, policy=policy, per_task=10**6))
+    learner = OnePass(
+        module, "er", learning_rate=1e-4, memory=Memory(bytes=50_000, policy=policy, per_task=10**6)
+    )
     learner.observe(torch.randn(5, 2), torch.arange(5))
     assert learner.memory is not None
     gc.collect()
@@ -179,7 +232,9 @@ def test_classes_that_may_come_take_no_room_before_they_do(policy: Policy) -> No
     assert held < 20_000
 
 
-def test_a_memory_that_held_more_than_it_may_goes_on_from_its_file_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_that_held_more_than_it_may_goes_on_from_its_file_and_shrinks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = Memory(bytes=100 * EACH, recent=2)
     memory, offered = memory_of(plan, "class-balanced", task_free=True), Offered()
     with monkeypatch.context() as patch:
@@ -212,12 +267,20 @@ def full_disk(*_: object) -> None:
 
 
 @pytest.mark.parametrize("batches", [0, 2], ids=["the first example", "later"])
-def test_a_disk_that_is_full_refuses_the_batch_and_leaves_everything_as_it_was(batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_refuses_the_batch_and_leaves_everything_as_it_was(
+    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def batch(seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(20, 3, generator=generator), torch.randint(0, 2, (20,), generator=generator)
+        return torch.randn(20, 3, generator=generator), torch.randint(
+            0, 2, (20,), generator=generator
+        )
 
-    learner = OnePass(nn.Linear(3, 2), learning_rate=0.1, memory=Memory(per_task=20, where="disk", folder=tmp_path))
+    learner = OnePass(
+        nn.Linear(3, 2),
+        learning_rate=0.1,
+        memory=Memory(per_task=20, where="disk", folder=tmp_path),
+    )
     for number in range(batches):
         learner.observe(*batch(number), task=number)
     with monkeypatch.context() as patch:
@@ -242,16 +305,27 @@ def test_a_disk_that_is_full_refuses_the_batch_and_leaves_everything_as_it_was(b
 
 
 @every_policy
-def test_a_memory_on_disk_has_the_content_of_one_in_main_memory(policy: Policy, task_free: bool, tmp_path: Path) -> None:
+def test_a_memory_on_disk_has_the_content_of_one_in_main_memory(
+    policy: Policy, task_free: bool, tmp_path: Path
+) -> None:
     limit = {"examples": 30} if task_free else {}
-    kept = [memory_of(Memory(per_task=11, recent=2, **limit, **place_of(where, tmp_path / "new")), policy, task_free) for where in ("cpu", "disk")]
+    kept = [
+        memory_of(
+            Memory(per_task=11, recent=2, **limit, **place_of(where, tmp_path / "new")),
+            policy,
+            task_free,
+        )
+        for where in ("cpu", "disk")
+    ]
     both = [(memory, Offered(), Random(3)) for memory in kept]
     for _ in range(120):
         drawn = [something(*one) for one in both]
         assert_same_batch(*drawn)
     assert_same_state(*kept)
     assert all(isinstance(memory.storage.columns["x"], Tensor) for memory in kept if memory.storage)
-    assert not list((tmp_path / "new").iterdir()), "the files have no names, so nothing is left behind"
+    assert not list((tmp_path / "new").iterdir()), (
+        "the files have no names, so nothing is left behind"
+    )
 
 
 # ---- which examples stay
@@ -272,9 +346,13 @@ def fill(memory: LiveMemory, labels: Sequence[int], size: int = 25) -> Offered:
 
 
 @pytest.mark.parametrize(
-    ("plan", "task_free"), [(Memory(per_task=60), False), (Memory(examples=60), True), (Memory(examples=60), False)], ids=["task", "free", "limit"]
+    ("plan", "task_free"),
+    [(Memory(per_task=60), False), (Memory(examples=60), True), (Memory(examples=60), False)],
+    ids=["task", "free", "limit"],
 )
-def test_class_balanced_keeps_small_classes_whole_and_levels_the_others(plan: Memory, task_free: bool) -> None:
+def test_class_balanced_keeps_small_classes_whole_and_levels_the_others(
+    plan: Memory, task_free: bool
+) -> None:
     counts = (3, 300, 12, 100, 40)
     memory = memory_of(plan, "class-balanced", task_free)
     offered = fill(memory, stream_of(counts))
@@ -285,8 +363,12 @@ def test_class_balanced_keeps_small_classes_whole_and_levels_the_others(plan: Me
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
-@pytest.mark.parametrize("limit", [{"examples": 61}, {"bytes": 61 * EACH}], ids=["examples", "bytes"])
-def test_tasks_and_their_classes_stay_level_when_the_budget_is_reached(policy: Policy, limit: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limit", [{"examples": 61}, {"bytes": 61 * EACH}], ids=["examples", "bytes"]
+)
+def test_tasks_and_their_classes_stay_level_when_the_budget_is_reached(
+    policy: Policy, limit: dict[str, int]
+) -> None:
     memory, offered, random = memory_of(Memory(per_task=40, **limit), policy), Offered(), Random(4)
     for task in range(5):
         memory.begin_task(task)
@@ -307,10 +389,15 @@ def test_a_ring_keeps_the_last_examples_of_each_class() -> None:
     offered = fill(memory, stream_of((30, 2, 80, 3, 5)))
     for label, share in enumerate((4, 4, 3, 3, 3)):
         own = [number for number, found in enumerate(offered.labels) if found == label]
-        assert sorted(number for number in numbers_in(memory) if offered.labels[number] == label) == own[-share:]
+        assert (
+            sorted(number for number in numbers_in(memory) if offered.labels[number] == label)
+            == own[-share:]
+        )
 
 
-def test_a_ring_keeps_the_last_examples_of_each_class_when_the_budget_leaves_it_less_than_its_share() -> None:
+def test_a_ring_keeps_the_last_examples_of_each_class_when_the_budget_leaves_it_less_than_its_share() -> (
+    None
+):
     memory = memory_of(Memory(per_task=100, examples=15), "ring")
     fill(memory, [number % CLASSES for number in range(140)])
     assert sorted(numbers_in(memory)) == list(range(125, 140))
@@ -326,7 +413,9 @@ def test_what_is_kept_does_not_depend_on_how_the_stream_is_cut_into_batches() ->
     assert kept[0] == kept[1] == kept[2]
 
 
-def unevenness(policy: Policy, plan: Memory, task_free: bool, labels: Sequence[int], seeds: int = 150) -> dict[int, float]:
+def unevenness(
+    policy: Policy, plan: Memory, task_free: bool, labels: Sequence[int], seeds: int = 150
+) -> dict[int, float]:
     """For each class (the whole stream as class 0, if the policy knows none) the χ² of how often its parts were kept, five parts in the order in
     which they came, against every example having had the same chance."""
     kept = np.zeros(len(labels))
@@ -341,7 +430,11 @@ def unevenness(policy: Policy, plan: Memory, task_free: bool, labels: Sequence[i
         if chance < 1:  # what is kept whole leaves nothing to chance
             parts = np.array([part.sum() for part in np.array_split(own, 5)])
             sizes = np.array([len(part) for part in np.array_split(own, 5)])
-            found[label] = float(((parts - seeds * sizes * chance) ** 2 / (seeds * sizes * chance * (1 - chance))).sum())
+            found[label] = float(
+                (
+                    (parts - seeds * sizes * chance) ** 2 / (seeds * sizes * chance * (1 - chance))
+                ).sum()
+            )
     return found
 
 
@@ -349,17 +442,33 @@ UNIFORM: list[tuple[str, Policy, Memory, bool]] = [
     ("class-balanced, a task", "class-balanced", Memory(per_task=30), False),
     ("class-balanced, task-free", "class-balanced", Memory(examples=30), True),
     ("class-balanced, examples in all", "class-balanced", Memory(per_task=250, examples=30), False),
-    ("class-balanced, bytes in all", "class-balanced", Memory(per_task=250, bytes=30 * EACH), False),
+    (
+        "class-balanced, bytes in all",
+        "class-balanced",
+        Memory(per_task=250, bytes=30 * EACH),
+        False,
+    ),
     ("class-reservoir, a task", "class-reservoir", Memory(per_task=30), False),
-    ("class-reservoir, examples in all", "class-reservoir", Memory(per_task=250, examples=30), False),
+    (
+        "class-reservoir, examples in all",
+        "class-reservoir",
+        Memory(per_task=250, examples=30),
+        False,
+    ),
     ("reservoir, a task", "reservoir", Memory(per_task=30), False),
     ("reservoir, task-free", "reservoir", Memory(examples=30), True),
     ("reservoir, examples in all", "reservoir", Memory(per_task=250, examples=30), False),
 ]
 
 
-@pytest.mark.parametrize(("policy", "plan", "task_free"), [case[1:] for case in UNIFORM], ids=[case[0] for case in UNIFORM])
-def test_every_example_of_a_class_has_the_same_chance_to_stay(policy: Policy, plan: Memory, task_free: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "plan", "task_free"),
+    [case[1:] for case in UNIFORM],
+    ids=[case[0] for case in UNIFORM],
+)
+def test_every_example_of_a_class_has_the_same_chance_to_stay(
+    policy: Policy, plan: Memory, task_free: bool
+) -> None:
     found = unevenness(policy, plan, task_free, stream_of((50, 4, 25, 80, 41)))
     assert len(found) == (1 if policy == "reservoir" else 4)
     # With four degrees of freedom, chance alone is above 28 once in a hundred thousand times.

@@ -25,9 +25,9 @@ from live_memory import (
     something,
 )
 from onepass import InputError, Memory, OnePass
+from onepass.engine.batch import Batch
 from onepass.live.memory import LiveMemory, Policy
 from onepass.live.saving import packed
-from onepass.streams.batch import Batch
 
 # ---- what is drawn
 
@@ -43,7 +43,9 @@ def kept_by(memory: LiveMemory, tasks: int = 3) -> Offered:
 
 
 def test_a_draw_is_without_replacement_and_a_function_of_seed_and_step() -> None:
-    memory, twin, other = (memory_of(Memory(per_task=10), "class-balanced", seed=seed) for seed in (1, 1, 2))
+    memory, twin, other = (
+        memory_of(Memory(per_task=10), "class-balanced", seed=seed) for seed in (1, 1, 2)
+    )
     for one in (memory, twin, other):
         kept_by(one)
     seen: set[int] = set()
@@ -79,7 +81,9 @@ def test_every_visible_example_is_drawn_equally_often() -> None:
     own = counts[sorted(numbers_in(memory))]
     chance = 6 / 30
     assert own.sum() == 12_000
-    assert ((own - 2000 * chance) ** 2 / (2000 * chance * (1 - chance))).sum() < 70  # 29 degrees of freedom: above once in 30 000 times
+    assert (
+        (own - 2000 * chance) ** 2 / (2000 * chance * (1 - chance))
+    ).sum() < 70  # 29 degrees of freedom: above once in 30 000 times
 
 
 def test_the_current_task_is_never_drawn_and_few_examples_are_all_drawn() -> None:
@@ -94,20 +98,30 @@ def test_the_current_task_is_never_drawn_and_few_examples_are_all_drawn() -> Non
             assert len(found) == 10 * task
             offered(memory, range(CLASSES))
         memory.end_task()
-        assert sorted(memory.of([task]).x[0, :, 0].tolist()) == [number for number in sorted(numbers_in(memory)) if offered.task[number] == task]
+        assert sorted(memory.of([task]).x[0, :, 0].tolist()) == [
+            number for number in sorted(numbers_in(memory)) if offered.task[number] == task
+        ]
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
 @pytest.mark.parametrize("recent", [0, 1, 7])
-def test_without_tasks_nothing_recent_is_drawn_and_everything_older_is(policy: Policy, recent: int) -> None:
-    memory, offered, random = memory_of(Memory(examples=40, recent=recent), policy, task_free=True), Offered(), Random(recent)
+def test_without_tasks_nothing_recent_is_drawn_and_everything_older_is(
+    policy: Policy, recent: int
+) -> None:
+    memory, offered, random = (
+        memory_of(Memory(examples=40, recent=recent), policy, task_free=True),
+        Offered(),
+        Random(recent),
+    )
     for step in range(80):
         assert memory.fleet.number == step
         drawn = memory.draw(40)
         found = [] if drawn is None else [int(n) for n in drawn.x[0, :, 0].tolist()]
         assert all(step - offered.batch[number] > recent for number in found)
         if memory.size:
-            old = {number for number in numbers_in(memory) if step - offered.batch[number] > recent + 1}
+            old = {
+                number for number in numbers_in(memory) if step - offered.batch[number] > recent + 1
+            }
             assert old <= set(found)
         offered(memory, some_labels(random))
         check(memory, offered)
@@ -115,7 +129,9 @@ def test_without_tasks_nothing_recent_is_drawn_and_everything_older_is(policy: P
 
 
 @pytest.mark.parametrize("method", ["a-gem", "er", "mega-1", "mega-2"])
-def test_what_a_task_free_method_is_given_was_in_the_stream_with_that_label_and_is_not_recent(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_task_free_method_is_given_was_in_the_stream_with_that_label_and_is_not_recent(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Batch] = []
     draw = LiveMemory.draw
 
@@ -127,14 +143,26 @@ def test_what_a_task_free_method_is_given_was_in_the_stream_with_that_label_and_
 
     monkeypatch.setattr(LiveMemory, "draw", listen)
     learner = OnePass(
-        nn.Linear(2, 6), method, learning_rate=1e-3, task_free=True, grow=True, reference_batch=9, memory=Memory(examples=25, recent=5), seed=3
+        nn.Linear(2, 6),
+        method,
+        learning_rate=1e-3,
+        task_free=True,
+        grow=True,
+        reference_batch=9,
+        memory=Memory(examples=25, recent=5),
+        seed=3,
     )
     random, labels = Random(1), list[int]()
     for step in range(60):
-        y = [random.randrange(2 + step // 10) for _ in range(6)]  # a new class now and then, and in the end more than there were outputs
+        y = [
+            random.randrange(2 + step // 10) for _ in range(6)
+        ]  # a new class now and then, and in the end more than there were outputs
         first, labels = len(labels), labels + y
         given.clear()
-        learner.observe(torch.stack([torch.arange(first, first + 6.0) / 1000, torch.ones(6)], 1), torch.tensor(y))
+        learner.observe(
+            torch.stack([torch.arange(first, first + 6.0) / 1000, torch.ones(6)], 1),
+            torch.tensor(y),
+        )
         for batch in given:
             numbers = [round(1000 * n) for n in batch.x[0, :, 0].tolist()]
             assert batch.slots[0].tolist() == [labels[number] for number in numbers]
@@ -156,14 +184,21 @@ class Halving(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["er", "a-gem", "mega-1", "gem"])
-def test_a_module_that_works_in_place_on_its_inputs_does_not_change_what_is_remembered(method: str) -> None:
+def test_a_module_that_works_in_place_on_its_inputs_does_not_change_what_is_remembered(
+    method: str,
+) -> None:
     modules = [Halving(False), Halving(True)]
     modules[1].load_state_dict(modules[0].state_dict())
-    learners = [OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=10)) for module in modules]
+    learners = [
+        OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=10)) for module in modules
+    ]
     generator = torch.Generator().manual_seed(2)
     for _ in range(2):
         for _ in range(3):
-            x, y = torch.randn(5, 3, generator=generator), torch.randint(0, 2, (5,), generator=generator)
+            x, y = (
+                torch.randn(5, 3, generator=generator),
+                torch.randint(0, 2, (5,), generator=generator),
+            )
             for learner in learners:
                 learner.observe(x.clone(), y)
         for learner in learners:
@@ -193,10 +228,16 @@ class Tempered(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["er", "gem", "s-gem", "a-gem", "mega-1", "mega-2"])
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e30], ids=["NaN", "infinite", "a gradient too large to square"])
+@pytest.mark.parametrize(
+    "scale",
+    [float("nan"), float("inf"), 1e30],
+    ids=["NaN", "infinite", "a gradient too large to square"],
+)
 def test_a_refused_batch_leaves_no_trace(method: str, scale: float) -> None:
     module = Tempered()
-    learner = OnePass(module, method, learning_rate=1e-3, loss=module.loss, memory=Memory(per_task=8))
+    learner = OnePass(
+        module, method, learning_rate=1e-3, loss=module.loss, memory=Memory(per_task=8)
+    )
     for task in range(2):
         for step in range(3):
             learner.observe(torch.tensor([[1.0, 0.5 + step]] * 4), torch.full((4, 1), 10.0 + task))
@@ -204,7 +245,10 @@ def test_a_refused_batch_leaves_no_trace(method: str, scale: float) -> None:
     learner.observe(torch.ones(4, 2), torch.full((4, 1), 9.0))
     before = packed(learner)
     module.scale = scale
-    wrong = torch.tensor([[2.0, 0.5]] * 4), torch.full((4, 1), -5.0)  # in conflict with what is remembered
+    wrong = (
+        torch.tensor([[2.0, 0.5]] * 4),
+        torch.full((4, 1), -5.0),
+    )  # in conflict with what is remembered
     for _ in range(3):
         with pytest.raises(InputError, match="nothing was learnt"):
             learner.observe(*wrong)
@@ -214,9 +258,19 @@ def test_a_refused_batch_leaves_no_trace(method: str, scale: float) -> None:
     assert packed(learner) != before
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(4, 7), torch.ones(4, 6, dtype=torch.float64)], ids=["shape", "kind"])
-def test_a_first_batch_that_is_refused_does_not_decide_what_examples_look_like(wrong: Tensor) -> None:
-    learner = OnePass(nn.Linear(6, 2), "er", learning_rate=0.1, loss=nn.functional.mse_loss, memory=Memory(per_task=8))
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(4, 7), torch.ones(4, 6, dtype=torch.float64)], ids=["shape", "kind"]
+)
+def test_a_first_batch_that_is_refused_does_not_decide_what_examples_look_like(
+    wrong: Tensor,
+) -> None:
+    learner = OnePass(
+        nn.Linear(6, 2),
+        "er",
+        learning_rate=0.1,
+        loss=nn.functional.mse_loss,
+        memory=Memory(per_task=8),
+    )
     with pytest.raises(InputError, match="nothing was learnt"):
         learner.observe(wrong, torch.ones(4, 2))
     for _ in range(2):
@@ -244,7 +298,9 @@ def test_a_discarded_batch_does_not_count_as_seen() -> None:
 @every_policy
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("limit", [{}, {"bytes": 40 * EACH}], ids=["no limit", "bytes"])
-def test_a_restored_memory_goes_on_identically(policy: Policy, task_free: bool, where: str, limit: dict[str, int], tmp_path: Path) -> None:
+def test_a_restored_memory_goes_on_identically(
+    policy: Policy, task_free: bool, where: str, limit: dict[str, int], tmp_path: Path
+) -> None:
     plan = Memory(per_task=15, recent=3, **limit, **place_of(where, tmp_path))
     memory, offered, random = memory_of(plan, policy, task_free), Offered(), Random(11)
     for happened in range(160):
@@ -252,14 +308,20 @@ def test_a_restored_memory_goes_on_identically(policy: Policy, task_free: bool, 
         if happened % 40 == 5:  # on from here in another one
             fresh = memory_of(plan, policy, task_free)
             fresh.fleet.number = memory.fleet.number
-            fresh.restore({name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters())
+            fresh.restore(
+                {name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters()
+            )
             check(fresh, offered)
             assert_same_state(fresh, memory)
             assert fresh.counts() == memory.counts()
             assert fresh.groups() == memory.groups()
             same, again = Random(happened), Random(happened)
             twin = Offered()
-            twin.labels, twin.task, twin.batch = list(offered.labels), list(offered.task), list(offered.batch)
+            twin.labels, twin.task, twin.batch = (
+                list(offered.labels),
+                list(offered.task),
+                list(offered.batch),
+            )
             for _ in range(30):
                 assert_same_batch(something(fresh, twin, same), something(memory, offered, again))
             assert_same_state(fresh, memory)

@@ -21,7 +21,9 @@ RATE = {"learning_rate": 0.1}
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, CLASSES))  # which is not traced: there are hundreds of them
+    return nn.Sequential(
+        nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, CLASSES)
+    )  # which is not traced: there are hundreds of them
 
 
 def works_or_is_one_sentence(call: Callable[[], Any]) -> bool:
@@ -75,14 +77,18 @@ WORKING = {  # of each argument, where it is not obvious
 
 
 @pytest.mark.parametrize("argument", WORKING)
-def test_an_odd_argument_of_a_wrapper_works_or_is_one_sentence(argument: str, odd: dict[str, Any]) -> None:
+def test_an_odd_argument_of_a_wrapper_works_or_is_one_sentence(
+    argument: str, odd: dict[str, Any]
+) -> None:
     found = set()
     for name, value in odd.items():
         settings = {} if argument == "optimizer" else dict(RATE)
         method = value if argument == "method" else "a-gem"
         if argument != "method":
             settings[argument] = value
-        if works_or_is_one_sentence(lambda settings=settings, method=method: some_steps(net(), method, settings)):  # type: ignore[misc]
+        if works_or_is_one_sentence(
+            lambda settings=settings, method=method: some_steps(net(), method, settings)
+        ):  # type: ignore[misc]
             found.add(name)
     assert found == WORKING[argument]
 
@@ -103,10 +109,14 @@ def test_an_odd_module_is_one_sentence(odd: dict[str, Any]) -> None:
         ("icarl", "exemplars"),
     ],
 )
-def test_an_odd_option_of_a_method_works_or_is_one_sentence(method: str, argument: str, odd: dict[str, Any]) -> None:
+def test_an_odd_option_of_a_method_works_or_is_one_sentence(
+    method: str, argument: str, odd: dict[str, Any]
+) -> None:
     for value in odd.values():
         works_or_is_one_sentence(
-            lambda value=value: OnePass(net(), method, **RATE, tasks=[[0, 1], [2, 3]], **{argument: value}).observe(  # type: ignore[misc]
+            lambda value=value: OnePass(
+                net(), method, **RATE, tasks=[[0, 1], [2, 3]], **{argument: value}
+            ).observe(  # type: ignore[misc]
                 *batch(classes=range(2))
             )
         )
@@ -118,24 +128,62 @@ CALLS: dict[str, tuple[Callable[[OnePass, Any], Any], set[str]]] = {
     "observe y": (lambda learner, value: learner.observe(batch()[0], value), set()),
     "observe task": (
         lambda learner, value: learner.observe(*batch(), task=value),
-        {"None", "-1", "0", "long word", "empty word", "NUL", "loop of links", "no such place", *PATHS},
+        {
+            "None",
+            "-1",
+            "0",
+            "long word",
+            "empty word",
+            "NUL",
+            "loop of links",
+            "no such place",
+            *PATHS,
+        },
     ),
     "predict x": (lambda learner, value: learner.predict(value), set()),
     "predict task": (
         lambda learner, value: learner.predict(batch()[0], task=value),
-        {"None", "-1", "0", "long word", "empty word", "NUL", "loop of links", "no such place", *PATHS},
+        {
+            "None",
+            "-1",
+            "0",
+            "long word",
+            "empty word",
+            "NUL",
+            "loop of links",
+            "no such place",
+            *PATHS,
+        },
     ),
     "scores x": (lambda learner, value: learner.scores(value), set()),
     "save": (lambda learner, value: learner.save(value), PATHS),
-    "learning_rate": (lambda learner, value: setattr(learner, "learning_rate", value), {"NumPy float"}),
+    "learning_rate": (
+        lambda learner, value: setattr(learner, "learning_rate", value),
+        {"NumPy float"},
+    ),
     "load module": (lambda learner, value: OnePass.load("good", value), set()),
     "load path": (lambda learner, value: OnePass.load(value, net()), set()),
-    "load watch": (lambda learner, value: OnePass.load("good", net(), watch=value), {"empty list", "empty tuple", "type", "function"}),
-    "load watch_every": (lambda learner, value: OnePass.load("good", net(), watch_every=value), set()),
-    "load autosave": (lambda learner, value: OnePass.load("good", net(), autosave=value), {"None", *PATHS}),
+    "load watch": (
+        lambda learner, value: OnePass.load("good", net(), watch=value),
+        {"empty list", "empty tuple", "type", "function"},
+    ),
+    "load watch_every": (
+        lambda learner, value: OnePass.load("good", net(), watch_every=value),
+        set(),
+    ),
+    "load autosave": (
+        lambda learner, value: OnePass.load("good", net(), autosave=value),
+        {"None", *PATHS},
+    ),
     "load loss": (lambda learner, value: OnePass.load("good", net(), loss=value), set()),
-    "load optimizer": (lambda learner, value: OnePass.load("good", net(), optimizer=value), {"None"}),
-    "load something else": (lambda learner, value: OnePass.load("good", net(), method=value), set()),
+    "load optimizer": (
+        lambda learner, value: OnePass.load("good", net(), optimizer=value),
+        {"None"},
+    ),
+    "load something else": (
+        lambda learner, value: OnePass.load("good", net(), method=value),
+        set(),
+    ),
 }
 
 
@@ -161,12 +209,18 @@ def test_odd_data_to_look_at_again_are_one_sentence(odd: dict[str, Any]) -> None
     for value in odd.values():
         learner = OnePass(net(), "mas", **RATE)
         learner.observe(*batch())
-        assert not works_or_is_one_sentence(lambda value=value, learner=learner: learner.end_task(again=value))  # type: ignore[misc]
-        assert not works_or_is_one_sentence(lambda value=value, learner=learner: learner.end_task(again=[(value, batch()[1])]))  # type: ignore[misc]
+        assert not works_or_is_one_sentence(
+            lambda value=value, learner=learner: learner.end_task(again=value)
+        )  # type: ignore[misc]
+        assert not works_or_is_one_sentence(
+            lambda value=value, learner=learner: learner.end_task(again=[(value, batch()[1])])
+        )  # type: ignore[misc]
         learner.end_task(again=[batch()])
 
 
-def test_a_path_that_cannot_be_exported_to_is_one_sentence(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_exported_to_is_one_sentence(
+    odd: dict[str, Any], tmp_path: Path
+) -> None:
     learner = OnePass(net(), **RATE)
     learner.observe(*batch())
     for name in odd.keys() - PATHS - {"generator"}:

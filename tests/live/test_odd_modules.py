@@ -68,14 +68,19 @@ def replicated() -> nn.Module:
     ("make", "words"),
     [
         (replicated, ("the module is a", "drift apart")),
-        (distributed, ("the module is a DistributedDataParallel", "drift apart", "wrap the module inside it")),
+        (
+            distributed,
+            ("the module is a DistributedDataParallel", "drift apart", "wrap the module inside it"),
+        ),
         (distributed_part, ("layer '0' is a DistributedDataParallel",)),
         (sharded, ("FSDPModule", "drift apart")),
         (of_distributed_tensors, ("parameter '0.weight' is a DTensor", "one process")),
     ],
     ids=["replicated", "ddp", "a part of it", "fsdp", "dtensor"],
 )
-def test_a_module_that_is_spread_over_processes_is_refused(make: Callable[[], nn.Module], words: tuple[str, ...]) -> None:
+def test_a_module_that_is_spread_over_processes_is_refused(
+    make: Callable[[], nn.Module], words: tuple[str, ...]
+) -> None:
     with pytest.raises(InputError) as caught:
         OnePass(make(), learning_rate=0.1)
     check_sentence(caught.value, words)
@@ -114,25 +119,73 @@ def several(*shapes: int) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "scripted": (lambda: torch.jit.script(small_net(CLASSES)), ("the module is a TorchScript module", "nn.Module it was made from")),
-    "traced": (lambda: torch.jit.trace(small_net(CLASSES), torch.randn(2, FEATURES)), ("TorchScript",)),
-    "scripted in part": (lambda: nn.Sequential(torch.jit.script(small_net(CLASSES)), nn.ReLU()), ("layer '0' is a TorchScript",)),
-    "data parallel": (lambda: DataParallel(small_net(CLASSES)), ("DataParallel", "wrap the module inside it")),
-    "sparse embedding": (lambda: Lookup(nn.Embedding(7, 5, sparse=True)), ("layer 'table'", "sparse=False")),
-    "weights that change when asked": (lambda: Lookup(nn.Embedding(7, 5, max_norm=0.5)), ("layer 'table' changes its weights", "without max_norm")),
-    "a bag that changes when asked": (lambda: Lookup(nn.EmbeddingBag(7, 5, max_norm=0.5)), ("layer 'table' changes its weights",)),
-    "sparse bag": (lambda: Lookup(nn.EmbeddingBag(7, 5, sparse=True)), ("layer 'table'", "sparse=False")),
-    "lazy buffer": (lambda: nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False)), ("buffer '1.running_mean'", "no shape yet")),
+    "scripted": (
+        lambda: torch.jit.script(small_net(CLASSES)),
+        ("the module is a TorchScript module", "nn.Module it was made from"),
+    ),
+    "traced": (
+        lambda: torch.jit.trace(small_net(CLASSES), torch.randn(2, FEATURES)),
+        ("TorchScript",),
+    ),
+    "scripted in part": (
+        lambda: nn.Sequential(torch.jit.script(small_net(CLASSES)), nn.ReLU()),
+        ("layer '0' is a TorchScript",),
+    ),
+    "data parallel": (
+        lambda: DataParallel(small_net(CLASSES)),
+        ("DataParallel", "wrap the module inside it"),
+    ),
+    "sparse embedding": (
+        lambda: Lookup(nn.Embedding(7, 5, sparse=True)),
+        ("layer 'table'", "sparse=False"),
+    ),
+    "weights that change when asked": (
+        lambda: Lookup(nn.Embedding(7, 5, max_norm=0.5)),
+        ("layer 'table' changes its weights", "without max_norm"),
+    ),
+    "a bag that changes when asked": (
+        lambda: Lookup(nn.EmbeddingBag(7, 5, max_norm=0.5)),
+        ("layer 'table' changes its weights",),
+    ),
+    "sparse bag": (
+        lambda: Lookup(nn.EmbeddingBag(7, 5, sparse=True)),
+        ("layer 'table'", "sparse=False"),
+    ),
+    "lazy buffer": (
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False)),
+        ("buffer '1.running_mean'", "no shape yet"),
+    ),
     "in inference mode": (made_in_inference_mode, ("inference mode", "outside")),
-    "sparse parameter": (lambda: with_parameter(torch.randn(5, FEATURES).to_sparse()), ("'0.weight' is sparse or nested",)),
-    "nested parameter": (lambda: with_parameter(several(2, 3)), ("'0.weight' is sparse or nested",)),
-    "eight bits": (lambda: small_net(CLASSES).to(torch.float8_e4m3fn), ("float8_e4m3fn", "16 to 64 bits")),
+    "sparse parameter": (
+        lambda: with_parameter(torch.randn(5, FEATURES).to_sparse()),
+        ("'0.weight' is sparse or nested",),
+    ),
+    "nested parameter": (
+        lambda: with_parameter(several(2, 3)),
+        ("'0.weight' is sparse or nested",),
+    ),
+    "eight bits": (
+        lambda: small_net(CLASSES).to(torch.float8_e4m3fn),
+        ("float8_e4m3fn", "16 to 64 bits"),
+    ),
     "sparse buffer": (lambda: with_buffer(torch.eye(3).to_sparse()), ("buffer 'b'", "attribute")),
     "nested buffer": (lambda: with_buffer(several(2, 3)), ("buffer 'b'",)),
-    "quantized buffer": (lambda: with_buffer(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)), ("buffer 'b'",)),
-    "meta buffer": (lambda: with_buffer(torch.empty(3, device="meta")), ("buffer 'b' is on the meta device",)),
-    "expanded buffer": (lambda: with_buffer(torch.ones(1).expand(3)), ("buffer 'b' is expanded", "clone()")),
-    "quantized": (lambda: torch.ao.quantization.quantize_dynamic(small_net(CLASSES), {nn.Linear}), ("no trainable parameters",)),
+    "quantized buffer": (
+        lambda: with_buffer(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)),
+        ("buffer 'b'",),
+    ),
+    "meta buffer": (
+        lambda: with_buffer(torch.empty(3, device="meta")),
+        ("buffer 'b' is on the meta device",),
+    ),
+    "expanded buffer": (
+        lambda: with_buffer(torch.ones(1).expand(3)),
+        ("buffer 'b' is expanded", "clone()"),
+    ),
+    "quantized": (
+        lambda: torch.ao.quantization.quantize_dynamic(small_net(CLASSES), {nn.Linear}),
+        ("no trainable parameters",),
+    ),
 }
 
 
@@ -152,7 +205,9 @@ def test_sparse_gradients_that_no_layer_announces_are_refused_in_our_words() -> 
             self.table, self.head = nn.Parameter(torch.randn(7, 5)), nn.Linear(5, CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(functional.embedding(x.abs().long().clamp(max=6), self.table, sparse=True).mean(1))
+            out: Tensor = self.head(
+                functional.embedding(x.abs().long().clamp(max=6), self.table, sparse=True).mean(1)
+            )
             return out
 
     learner = OnePass(Own(), learning_rate=0.1)
@@ -187,7 +242,9 @@ LEARNS: dict[str, Callable[[], nn.Module]] = {
     "traced by fx": lambda: torch.fx.symbolic_trace(small_net(CLASSES)),
     "with fake quantization": observing_ranges,
     "pruned": pruned,
-    "parameter of a class of its own": lambda: with_parameter(torch.randn(5, FEATURES).as_subclass(Marked)),
+    "parameter of a class of its own": lambda: with_parameter(
+        torch.randn(5, FEATURES).as_subclass(Marked)
+    ),
     "expanded parameter": lambda: with_parameter(torch.randn(1, FEATURES).expand(5, FEATURES)),
     "transposed parameter": lambda: with_parameter(torch.randn(FEATURES, 5).t()),
 }
@@ -207,15 +264,21 @@ def test_a_module_of_a_rare_kind_learns_as_in_a_plain_loop(case: str, tmp_path: 
         x, y = batch(seed=seed)
         learner.observe(x, y)
         loss = functional.cross_entropy(plain(x), y)
-        for p, g in zip(plain.parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True):
+        for p, g in zip(
+            plain.parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True
+        ):
             p.data.sub_(0.1 * g)
     learner.predict(batch()[0])
     learner.save(tmp_path / "saved")
     for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().as_subclass(Tensor), other.detach().as_subclass(Tensor))
+        torch.testing.assert_close(
+            mine.detach().as_subclass(Tensor), other.detach().as_subclass(Tensor)
+        )
 
 
-def test_a_compiled_module_that_was_used_before_is_loaded_into_a_compiled_one(tmp_path: Path) -> None:
+def test_a_compiled_module_that_was_used_before_is_loaded_into_a_compiled_one(
+    tmp_path: Path,
+) -> None:
     module, x = torch.compile(small_net(CLASSES), backend="eager"), batch()[0]
     module(x)
     learner = OnePass(module, learning_rate=0.1)  # type: ignore[arg-type]
@@ -239,9 +302,15 @@ def in_inference_mode(x: Tensor) -> Tensor:
 
 BATCHES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "nested": (lambda x: torch.nested.nested_tensor([x[:3], x[3:]]), "nested"),
-    "nested, jagged": (lambda x: torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged), "NestedTensor"),
+    "nested, jagged": (
+        lambda x: torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged),
+        "NestedTensor",
+    ),
     "sparse rows": (lambda x: x.to_sparse_csr() if x.dim() == 2 else x.to_sparse(), "sparse"),
-    "quantized": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8), "quantized"),
+    "quantized": (
+        lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+        "quantized",
+    ),
     "masked": (lambda x: masked_tensor(x, torch.ones_like(x, dtype=torch.bool)), "MaskedTensor"),
     "masked array": (lambda x: np.ma.masked_array(x.numpy(), mask=x.numpy() > 0), "masked array"),
     "fake": (lambda x: FakeTensorMode().from_tensor(x), "FakeTensor"),
@@ -256,16 +325,27 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def test_a_batch_of_a_kind_that_cannot_be_learnt_is_refused(case: str, first: bool) -> None:
     spoil, word = BATCHES[case]
     learner = OnePass(nn.Sequential(small_net(CLASSES), nn.GELU()), learning_rate=0.1)
-    own = OnePass(nn.Sequential(small_net(CLASSES), nn.GELU()), learning_rate=0.1, loss=nn.functional.mse_loss)
+    own = OnePass(
+        nn.Sequential(small_net(CLASSES), nn.GELU()), learning_rate=0.1, loss=nn.functional.mse_loss
+    )
     x, y = batch()
     if not first:
         learner.observe(x, y)
         own.observe(x, x[:, :CLASSES])
-    for call in (lambda: learner.observe(spoil(x), y), lambda: learner.observe({"input": spoil(x)}, y), lambda: learner.predict(spoil(x))):
+    for call in (
+        lambda: learner.observe(spoil(x), y),
+        lambda: learner.observe({"input": spoil(x)}, y),
+        lambda: learner.predict(spoil(x)),
+    ):
         with refused(learner, word if "input" not in call.__code__.co_consts else ""):
             call()
     with refused(learner, "y is", word):
-        learner.observe(x, spoil(y + 1) if case.startswith("masked") or not case.startswith("nested") else spoil(x))
+        learner.observe(
+            x,
+            spoil(y + 1)
+            if case.startswith("masked") or not case.startswith("nested")
+            else spoil(x),
+        )
     with refused(own, "y is", word):
         own.observe(x, spoil(x))
 
@@ -311,7 +391,9 @@ def test_expanded_batches_are_learnt() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(LABELS | {torch.float8_e5m2}, key=str))
-def test_numbers_of_any_kind_are_kept_and_drawn_or_refused_before_the_step(dtype: torch.dtype) -> None:
+def test_numbers_of_any_kind_are_kept_and_drawn_or_refused_before_the_step(
+    dtype: torch.dtype,
+) -> None:
     class Converting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

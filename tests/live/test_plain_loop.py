@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from live_wrapper import (
-    CLASSES,
-    MODULES,
-    Flat,
-    Half,
-    alike,
-    plainly,
-    pure,
-    sgd,
-    stream,
-)
+from live_wrapper import CLASSES, MODULES, Flat, Half, alike, plainly, pure, sgd, stream
 from onepass import OnePass
 from toys import FEATURES, Normed, Tied
 
@@ -37,7 +27,9 @@ def test_van_is_the_plain_loop_for_any_module(build: Callable[[], nn.Module]) ->
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=False),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
@@ -51,7 +43,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 # Tied and Half have parameters that get no gradient: an optimizer passes over them. Flat has some whose gradient is zero: it does not.
 @pytest.mark.parametrize(
     ("name", "build"),
-    [*itertools.product(OPTIMIZERS, [Normed, pure]), *itertools.product(["momentum", "Adam", "AdamW"], [Tied, Half, Flat])],
+    [
+        *itertools.product(OPTIMIZERS, [Normed, pure]),
+        *itertools.product(["momentum", "Adam", "AdamW"], [Tied, Half, Flat]),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_van_is_the_plain_loop_for_any_optimizer(name: str, build: Callable[[], nn.Module]) -> None:
@@ -67,7 +62,10 @@ def test_van_is_the_plain_loop_for_any_optimizer(name: str, build: Callable[[], 
 
 def test_learning_rates_of_groups_and_a_schedule_are_those_of_the_plain_loop() -> None:
     def made(module: Normed) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        groups = [{"params": module.conv.parameters(), "lr": 0.3}, {"params": [*module.norm.parameters(), *module.fc.parameters()]}]
+        groups = [
+            {"params": module.conv.parameters(), "lr": 0.3},
+            {"params": [*module.norm.parameters(), *module.fc.parameters()]},
+        ]
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
 
@@ -113,7 +111,9 @@ def test_outputs_may_be_of_any_kind_for_a_loss_of_ones_own() -> None:
             return {"mean": self.mean(x), "spread": self.spread(x)}
 
     def likelihood(outputs: dict[str, Tensor], y: Tensor) -> Tensor:
-        return ((outputs["mean"] - y) / outputs["spread"].exp()).square().mean() + 2 * outputs["spread"].mean()
+        return ((outputs["mean"] - y) / outputs["spread"].exp()).square().mean() + 2 * outputs[
+            "spread"
+        ].mean()
 
     module = Two()
     twin = copy.deepcopy(module)
@@ -142,7 +142,9 @@ def test_van_is_the_plain_loop_in_double_precision(build: Callable[[], nn.Module
 def test_a_module_in_half_precision_learns_while_its_gradient_is_finite() -> None:
     module = nn.Linear(FEATURES, CLASSES).half()
     twin = copy.deepcopy(module)
-    data = [(300 * x.half(), y) for x, y in stream(2)]  # squares of such gradients are beyond float16
+    data = [
+        (300 * x.half(), y) for x, y in stream(2)
+    ]  # squares of such gradients are beyond float16
     learner = OnePass(module, "van", learning_rate=0.001)
     for x, y in data:
         learner.observe(x, y)

@@ -41,21 +41,30 @@ SPOILT: list[Callable[[Tensor, Tensor], tuple[Any, Any]]] = [
     lambda x, y: (x, (y * 0 + 1_000_000).long()),
 ]
 
-batches = st.tuples(st.sampled_from([3, 2, 4, 5, 6, 1]), st.integers(0, 2**20), st.sampled_from([None] * 8 + ["a", "b", "c", 1.5]))
-ARGUMENTS: dict[str, tuple[int, list[st.SearchStrategy[Any]]]] = {  # how often it is called, and with what
+batches = st.tuples(
+    st.sampled_from([3, 2, 4, 5, 6, 1]),
+    st.integers(0, 2**20),
+    st.sampled_from([None] * 8 + ["a", "b", "c", 1.5]),
+)
+ARGUMENTS: dict[
+    str, tuple[int, list[st.SearchStrategy[Any]]]
+] = {  # how often it is called, and with what
     "observe": (8, [batches]),
     "new class": (1, [batches]),
     "spoilt": (2, [batches, st.sampled_from(range(len(SPOILT)))]),
-    "trouble": (2, [batches, st.sampled_from(["nan", "gradient", "raises", "shape"]), st.integers(1, 2)]),
+    "trouble": (
+        2,
+        [batches, st.sampled_from(["nan", "gradient", "raises", "shape"]), st.integers(1, 2)],
+    ),
     "tamper": (1, [batches, st.sampled_from(["freeze", "replace", "add", "double"])]),
     "end": (2, [st.sampled_from(["good", "good", "good", "none", "bad", "other labels"])]),
     "predict": (1, [batches, st.booleans()]),
     "report": (1, []),
     "reload": (1, []),
 }
-operations = st.sampled_from([name for name, (often, _) in ARGUMENTS.items() for _ in range(often)]).flatmap(
-    lambda name: st.tuples(st.just(name), *ARGUMENTS[name][1])
-)
+operations = st.sampled_from(
+    [name for name, (often, _) in ARGUMENTS.items() for _ in range(often)]
+).flatmap(lambda name: st.tuples(st.just(name), *ARGUMENTS[name][1]))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -75,8 +84,12 @@ class Driver:
         self.kind, self.file, self.tally = kind, folder / "saved", tally
         self.learner = kind.learner()
         self.steps = self.ended = 0
-        self.current: list[tuple[Tensor, Tensor]] = []  # the batches of the task that is being learnt
-        self.seen: dict[bytes, tuple[int, int]] = {}  # every example that was learnt: its task and label
+        self.current: list[
+            tuple[Tensor, Tensor]
+        ] = []  # the batches of the task that is being learnt
+        self.seen: dict[
+            bytes, tuple[int, int]
+        ] = {}  # every example that was learnt: its task and label
         self.rows = 0  # how many they were
         self.before: dict[str, Any] = {}  # the learner before the call
         self.must_do = False  # a call that there is no reason to refuse
@@ -97,7 +110,9 @@ class Driver:
             assert len(refusal.splitlines()) == 1
             assert not self.changed(), refusal
             # Batch-norm needs two examples, and a memory of so many examples cannot have one of every task.
-            assert not self.must_do or "batch-norm needs two" in refusal or "no room" in refusal, refusal
+            assert not self.must_do or "batch-norm needs two" in refusal or "no room" in refusal, (
+                refusal
+            )
         self.check()
 
     def changed(self) -> list[str]:
@@ -118,13 +133,23 @@ class Driver:
         return x, torch.randint(low, low + 2, (size,), generator=generator)
 
     def do_observe(self, given: tuple[int, int, Any]) -> None:
-        self.must_do = given[0] > 1 and given[2] is None and (self.learner.batches > 0 or self.learner.segment < len(HEADS))
+        self.must_do = (
+            given[0] > 1
+            and given[2] is None
+            and (self.learner.batches > 0 or self.learner.segment < len(HEADS))
+        )
         self.observe(*self.batch(*given), given[2])
 
     def do_new_class(self, given: tuple[int, int, Any]) -> None:
         x, y = self.batch(*given)
         # It grows by one class at a time, so that there are not hundreds in the end.
-        self.observe(x, y if self.kind.own_loss else torch.full_like(y, min(self.learner.outputs or OUTPUTS, 9)), given[2])
+        self.observe(
+            x,
+            y
+            if self.kind.own_loss
+            else torch.full_like(y, min(self.learner.outputs or OUTPUTS, 9)),
+            given[2],
+        )
 
     def do_spoilt(self, given: tuple[int, int, Any], which: int) -> None:
         self.observe(*SPOILT[which](*self.batch(*given)), given[2])
@@ -188,7 +213,9 @@ class Driver:
         if self.learner.learner.needs_review and how != "none":
             again = list(self.current)
             if how == "bad":
-                again.append((torch.full((2, FEATURES), torch.nan), torch.zeros(2, dtype=torch.int64)))
+                again.append(
+                    (torch.full((2, FEATURES), torch.nan), torch.zeros(2, dtype=torch.int64))
+                )
             if how == "other labels":
                 again.append((torch.ones(2, FEATURES), torch.full((2,), 77)))
         self.learner.end_task(again)
@@ -210,14 +237,16 @@ class Driver:
         report = self.learner.report()
         assert report["step"] == self.steps
         kept = self.learner.learner.kept()[0].values()  # by a method that keeps examples itself
-        assert sum(report["memory"].values()) == (self.learner.memory.size if self.learner.memory else sum(kept))
+        assert sum(report["memory"].values()) == (
+            self.learner.memory.size if self.learner.memory else sum(kept)
+        )
         assert not self.changed()
 
     def do_reload(self) -> None:
         self.learner.save(self.file)
         fresh = Net(self.kind.outputs)
         modes = [part.training for part in self.learner.module.modules()]
-        torch.set_rng_state(self.before["luck"])
+        torch.set_rng_state(self.before["rng_state"])
         after = OnePass.load(self.file, fresh, **self.kind.again(fresh))
         for part, mode in zip(fresh.modules(), modes, strict=True):
             part.training = mode  # a file holds values, not modes
@@ -240,16 +269,25 @@ class Driver:
         places = [view.data_ptr() for view in fleet.architecture.views(fleet.theta[0])]
         assert sorted(p.data_ptr() for p in module.parameters()) == sorted(places)
         assert sum(p.numel() for p in module.parameters()) == fleet.theta.numel()
-        assert all(p.requires_grad == (not name.startswith("still")) for name, p in module.named_parameters())
+        assert all(
+            p.requires_grad == (not name.startswith("still"))
+            for name, p in module.named_parameters()
+        )
         assert isinstance(module, Net)
         assert learner.outputs in (None, module.head.out_features)
         for value in learner.learner.state().values():
             assert bool(value.isfinite().all())
         if fleet.optimizer is not None:
             mine = {id(p) for p in module.parameters()}
-            assert all(id(p) in mine for group in fleet.optimizer.param_groups for p in group["params"])
+            assert all(
+                id(p) in mine for group in fleet.optimizer.param_groups for p in group["params"]
+            )
             for parameter, state in fleet.optimizer.state.items():
-                assert all(v.shape in (parameter.shape, ()) for v in state.values() if isinstance(v, Tensor))
+                assert all(
+                    v.shape in (parameter.shape, ())
+                    for v in state.values()
+                    if isinstance(v, Tensor)
+                )
         if learner.memory is not None:
             check_memory(learner.memory, self.steps)
             self.check_contents(learner.memory)
@@ -261,17 +299,27 @@ class Driver:
             assert self.rows == 0
             return
         kept = [row.numpy().tobytes() for row in memory.storage.columns["x"][: memory.size]]
-        assert len(set(kept)) == len(kept) or len(self.seen) < self.rows  # a batch that was shown twice may be kept twice
+        assert (
+            len(set(kept)) == len(kept) or len(self.seen) < self.rows
+        )  # a batch that was shown twice may be kept twice
         for row, key in enumerate(kept):
             task, label = self.seen[key]
             slot = int(memory.storage.columns["slots"][row])
             if len(self.seen) == self.rows:
                 assert memory._group[row][0] == (0 if memory.task_free else task)
                 assert slot == label
-            assert memory._group[row][1] in ((0,) if memory.policy == "reservoir" else (slot,)) or memory._group[row][1] in (-1, ~slot)
+            assert memory._group[row][1] in (
+                (0,) if memory.policy == "reservoir" else (slot,)
+            ) or memory._group[row][1] in (-1, ~slot)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long) if place % 2 else kind for place, kind in enumerate(KINDS)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.long) if place % 2 else kind
+        for place, kind in enumerate(KINDS)
+    ],
+)
 def test_whatever_is_called_model_memory_and_counters_fit_together(kind: str) -> None:
     tally: Counter[str] = Counter()
     streams = -(-CALLS // (len(KINDS) * CALLS_A_STREAM))
@@ -303,7 +351,9 @@ def test_whatever_is_called_model_memory_and_counters_fit_together(kind: str) ->
 
 
 def test_a_memory_that_has_kept_nothing_yet_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    learner = OnePass(Net(), learning_rate=0.1, memory=Memory(per_task=1, policy="ring"))  # one place, and it is for class 0
+    learner = OnePass(
+        Net(), learning_rate=0.1, memory=Memory(per_task=1, policy="ring")
+    )  # one place, and it is for class 0
     x = torch.randn(4, FEATURES)
     learner.observe(x, torch.tensor([1, 2, 3, 1]))
     learner.save(tmp_path / "saved")

@@ -31,7 +31,9 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(30, 16)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
+        )
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +59,9 @@ def test_the_ten_lines_are_ten_lines() -> None:
 
 
 @pytest.mark.parametrize(("build", "data"), MODELS, ids=["resnet", "lstm", "transformer"])
-def test_the_ten_lines_learn_from_a_stream(build: Callable[[], nn.Module], data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ten_lines_learn_from_a_stream(
+    build: Callable[[], nn.Module], data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = build()
@@ -78,4 +82,7 @@ def test_the_ten_lines_learn_from_a_stream(build: Callable[[], nn.Module], data:
     resumed = OnePass.load("learner.safetensors", build())
     x, y = stream[0][0]
     assert resumed.observe(x, y) == learner.observe(x, y)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), resumed.module.parameters(), strict=True)
+    )

@@ -19,7 +19,10 @@ SAYS = "the stream seems to repeat"
 
 def data(seed: int = 0, batches: int = 30) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(10 * batches, 6, generator=generator), torch.randint(0, 3, (10 * batches,), generator=generator)
+    x, y = (
+        torch.randn(10 * batches, 6, generator=generator),
+        torch.randint(0, 3, (10 * batches,), generator=generator),
+    )
     return list(zip(x.split(10), y.split(10), strict=True))
 
 
@@ -34,8 +37,16 @@ def net() -> nn.Module:
     return nn.Linear(6, 3)
 
 
-def learnt(epochs: list[list[tuple[Tensor, Tensor]]], task_free: bool = True, end: bool = False) -> OnePass:
-    learner = OnePass(net(), "er", learning_rate=0.01, task_free=task_free, memory=Memory(per_task=40, examples=60, recent=2))
+def learnt(
+    epochs: list[list[tuple[Tensor, Tensor]]], task_free: bool = True, end: bool = False
+) -> OnePass:
+    learner = OnePass(
+        net(),
+        "er",
+        learning_rate=0.01,
+        task_free=task_free,
+        memory=Memory(per_task=40, examples=60, recent=2),
+    )
     for epoch in epochs:
         for x, y in epoch:
             learner.observe(x, y)
@@ -44,18 +55,28 @@ def learnt(epochs: list[list[tuple[Tensor, Tensor]]], task_free: bool = True, en
     return learner
 
 
-@pytest.mark.parametrize(("task_free", "end"), [(True, False), (False, False), (False, True)], ids=["task-free", "one task", "an epoch is a task"])
+@pytest.mark.parametrize(
+    ("task_free", "end"),
+    [(True, False), (False, False), (False, True)],
+    ids=["task-free", "one task", "an epoch is a task"],
+)
 @pytest.mark.parametrize("mixed", [False, True], ids=["in order", "shuffled"])
-def test_a_second_epoch_is_told_once(task_free: bool, end: bool, mixed: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_epoch_is_told_once(
+    task_free: bool, end: bool, mixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     once = data()
     learnt([once], task_free, end)
     assert SAYS not in caplog.text
     learnt([once] + 3 * [shuffled(once) if mixed else once], task_free, end)
     assert caplog.text.count(SAYS) == 1
-    assert [record.levelno for record in caplog.records if SAYS in record.message] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if SAYS in record.message] == [
+        logging.WARNING
+    ]
 
 
-def test_a_second_epoch_after_loading_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_epoch_after_loading_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     learnt([data()]).save(tmp_path / "saved")
     loaded = OnePass.load(tmp_path / "saved", net())
     for x, y in data() * 3:
@@ -65,9 +86,7 @@ def test_a_second_epoch_after_loading_is_told(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize("reload", [False, True], ids=["at once", "after loading"])
 def test_a_second_epoch_is_told_of_a_memory_that_holds_all_of_the_first(
-    reload: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    reload: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.randn(8000, 6, generator=torch.Generator().manual_seed(1))
     y = torch.arange(8000) % 3
@@ -88,7 +107,9 @@ def test_what_is_remembered_of_the_examples_has_a_limit() -> None:
     repeats = Repeats()
     repeats.note(columns, range(20_000))
     assert len(repeats._some) <= PLACES
-    assert sum(map(sys.getsizeof, (repeats._table, repeats._some))) < 20_000  # of the 30 kilobytes that are promised
+    assert (
+        sum(map(sys.getsizeof, (repeats._table, repeats._some))) < 20_000
+    )  # of the 30 kilobytes that are promised
     assert repeats._again == 0
     repeats.note(columns, range(20_000))
     assert repeats._again >= PLACES // 4
@@ -105,7 +126,9 @@ def test_the_last_examples_are_known_again_after_any_number_of_others() -> None:
 def test_a_stream_without_repetitions_is_never_suspected(caplog: pytest.LogCaptureFixture) -> None:
     learnt([data(seed) for seed in range(10)])
     few = data(77, batches=1)
-    learnt([[(x.clone(), y) for x, y in few], [(few[0][0][:5], few[0][1][:5])]])  # five alike may be by nature
+    learnt(
+        [[(x.clone(), y) for x, y in few], [(few[0][0][:5], few[0][1][:5])]]
+    )  # five alike may be by nature
     assert SAYS not in caplog.text
 
 
@@ -126,9 +149,14 @@ def test_a_batch_that_was_taken_back_does_not_count() -> None:
     assert before._again == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64]
+)
 def test_examples_differ_by_any_column(dtype: torch.dtype) -> None:
-    columns = {"x": torch.tensor([[0, 1], [0, 1], [1, 1], [0, 1]]).to(dtype), "slots": torch.tensor([0, 0, 0, 1])}
+    columns = {
+        "x": torch.tensor([[0, 1], [0, 1], [1, 1], [0, 1]]).to(dtype),
+        "slots": torch.tensor([0, 0, 0, 1]),
+    }
     found = hashes(columns, range(4))
     assert found[0] == found[1]
     assert len(set(found)) == 3

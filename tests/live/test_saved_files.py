@@ -20,16 +20,7 @@ import safetensors.torch
 import torch
 from torch import nn, optim
 
-from live_saving import (
-    MIDDLE,
-    OPTIMIZERS,
-    TASKS,
-    Case,
-    classes,
-    net,
-    square,
-    values,
-)
+from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
 from onepass import InputError, Memory, OnePass
 from onepass.live.container import FORMAT
 from onepass.live.saving import packed
@@ -54,15 +45,22 @@ def saved(tmp_path: Path) -> Path:
 
 def about_in(content: bytes) -> dict[str, Any]:
     (length,) = struct.unpack("<Q", content[:8])
-    about: dict[str, Any] = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["onepass"])
+    about: dict[str, Any] = json.loads(
+        json.loads(content[8 : 8 + length])["__metadata__"]["onepass"]
+    )
     return about
 
 
 def with_about(content: bytes, about: Any) -> bytes:
-    return safetensors.torch.save(safetensors.torch.load(content), metadata={"onepass": about if isinstance(about, str) else json.dumps(about)})
+    return safetensors.torch.save(
+        safetensors.torch.load(content),
+        metadata={"onepass": about if isinstance(about, str) else json.dumps(about)},
+    )
 
 
-def test_the_file_is_plain_safetensors_with_a_json_header(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_plain_safetensors_with_a_json_header(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with safetensors.safe_open(saved, "pt") as file:
         about = json.loads(file.metadata()["onepass"])
         names = set(file.keys())
@@ -95,7 +93,9 @@ def test_an_autosaved_file_is_the_one_that_save_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 @pytest.mark.parametrize("had", [None, 0o600, 0o640])
 @pytest.mark.parametrize("way", ["save", "autosave", "export"])
-def test_a_file_keeps_its_mode_and_a_new_one_obeys_the_umask(way: str, had: int | None, mask: int, tmp_path: Path) -> None:
+def test_a_file_keeps_its_mode_and_a_new_one_obeys_the_umask(
+    way: str, had: int | None, mask: int, tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     if had is not None:
         path.touch()
@@ -142,7 +142,9 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path: Path
     delays = [f"{chance.uniform(0.01, 0.12):.4f}" for _ in range(10)]
     command = [sys.executable, "-c", SAVES, str(tmp_path / "file"), *delays]
     steps = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         for _ in delays:
@@ -205,11 +207,25 @@ def test_a_header_that_lacks_something_or_has_something_else_is_refused(saved: P
                 saved.write_bytes(with_about(content, changed))
                 refusal(saved)
     for key in about["settings"]:
-        saved.write_bytes(with_about(content, about | {"settings": {name: value for name, value in about["settings"].items() if name != key}}))
+        saved.write_bytes(
+            with_about(
+                content,
+                about
+                | {
+                    "settings": {
+                        name: value for name, value in about["settings"].items() if name != key
+                    }
+                },
+            )
+        )
         refusal(saved)
 
 
-@pytest.mark.parametrize("about", ["", "null", "[]", "7", "{}", '{"format": 1}', "[" * 5000], ids=lambda text: text[:5] or "empty")
+@pytest.mark.parametrize(
+    "about",
+    ["", "null", "[]", "7", "{}", '{"format": 1}', "[" * 5000],
+    ids=lambda text: text[:5] or "empty",
+)
 def test_a_safetensors_file_that_is_not_ours_is_refused(about: str, saved: Path) -> None:
     saved.write_bytes(with_about(saved.read_bytes(), about))
     assert "save()" in refusal(saved) or "damaged" in refusal(saved)
@@ -218,7 +234,15 @@ def test_a_safetensors_file_that_is_not_ours_is_refused(about: str, saved: Path)
 def test_a_file_without_a_header_of_ours_or_no_file_at_all_is_refused(saved: Path) -> None:
     saved.write_bytes(safetensors.torch.save({"weight": torch.zeros(3)}))
     assert "damaged or not a file that save() wrote" in refusal(saved)
-    for content in (b"", b"\x00" * 8, b"\xff" * 8, b"\xff" * 200, b"PK\x03\x04", b"{}", os.urandom(300)):
+    for content in (
+        b"",
+        b"\x00" * 8,
+        b"\xff" * 8,
+        b"\xff" * 200,
+        b"PK\x03\x04",
+        b"{}",
+        os.urandom(300),
+    ):
         saved.write_bytes(content)
         assert "damaged or not a file that save() wrote" in refusal(saved)
     assert "cannot read" in refusal(saved.parent / "nothing")
@@ -246,8 +270,14 @@ def grouped(parameters: Any) -> optim.Optimizer:
             nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 9)),
             "is torch.float32 of shape [9",
         ),
-        (nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6, bias=False)), "'2.bias' is only in the file"),
-        (nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6), nn.BatchNorm1d(6)), "is only in the module"),
+        (
+            nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6, bias=False)),
+            "'2.bias' is only in the file",
+        ),
+        (
+            nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6), nn.BatchNorm1d(6)),
+            "is only in the module",
+        ),
         (net().double(), "torch.float64"),
         (Normed(), "only in"),
     ],
@@ -260,14 +290,22 @@ def test_a_module_that_does_not_fit_is_refused(module: nn.Module, words: str, sa
 
 
 def test_what_the_file_holds_cannot_be_given_again(saved: Path) -> None:
-    for name, value in {"seed": 3, "method": "er", "learning_rate": 0.1, "memory": Memory(), "nonsense": 1}.items():
+    for name, value in {
+        "seed": 3,
+        "method": "er",
+        "learning_rate": 0.1,
+        "memory": Memory(),
+        "nonsense": 1,
+    }.items():
         assert f"'{name}'" in refusal(saved, **{name: value})
 
 
 def test_a_loss_or_an_optimizer_that_is_missing_or_too_much_is_refused(saved: Path) -> None:
     assert "leave out loss=" in refusal(saved, loss=square)
     module = net()
-    assert "leave out optimizer=" in refusal(saved, module, optimizer=optim.SGD(module.parameters(), lr=0.1))
+    assert "leave out optimizer=" in refusal(
+        saved, module, optimizer=optim.SGD(module.parameters(), lr=0.1)
+    )
     case = Case(data=values, loss=square, optimizer=OPTIMIZERS["Adam"])
     learner = case.start()
     case.run(learner, 0, MIDDLE)
@@ -279,8 +317,17 @@ def test_a_loss_or_an_optimizer_that_is_missing_or_too_much_is_refused(saved: Pa
     assert "not the module's" in refusal(saved, loss=square, optimizer=adam)
 
 
-@pytest.mark.parametrize(("other", "words"), [(partial(optim.SGD, lr=0.1), "Adam"), (grouped, "groups"), (partial(optim.AdamW, lr=0.1), "Adam")])
-def test_another_optimizer_is_refused(other: Callable[[Any], optim.Optimizer], words: str, saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (partial(optim.SGD, lr=0.1), "Adam"),
+        (grouped, "groups"),
+        (partial(optim.AdamW, lr=0.1), "Adam"),
+    ],
+)
+def test_another_optimizer_is_refused(
+    other: Callable[[Any], optim.Optimizer], words: str, saved: Path
+) -> None:
     case = Case(optimizer=OPTIMIZERS["Adam"])
     learner = case.start()
     case.run(learner, 0, MIDDLE)
@@ -303,7 +350,13 @@ def failing(code: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("call", "code"), [("os.fsync", errno.ENOSPC), ("os.replace", errno.EACCES), ("_create", errno.EROFS), ("os.fsync", errno.EIO)]
+    ("call", "code"),
+    [
+        ("os.fsync", errno.ENOSPC),
+        ("os.replace", errno.EACCES),
+        ("_create", errno.EROFS),
+        ("os.fsync", errno.EIO),
+    ],
 )
 def test_a_place_that_cannot_be_written_is_one_sentence_and_the_old_file_stays(
     call: str, code: int, saved: Path, monkeypatch: pytest.MonkeyPatch
@@ -327,7 +380,12 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_the_old_file_stays(
 
 def test_places_that_do_not_exist_or_are_full_or_are_folders_are_refused(saved: Path) -> None:
     learner = Case().load(saved)
-    for path in (saved / "below a file", saved.parent / "missing" / "file", saved.parent, Path("/dev/full")):
+    for path in (
+        saved / "below a file",
+        saved.parent / "missing" / "file",
+        saved.parent,
+        Path("/dev/full"),
+    ):
         with pytest.raises(InputError, match="cannot write"):
             learner.save(path)
 

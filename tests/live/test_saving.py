@@ -40,12 +40,19 @@ from toys import FEATURES, Dropped, Normed, Tied, small_net
 def several(task: int, batch: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Inputs of several shapes and kinds."""
     generator, (x, y) = numbers(task, batch), classes(task, batch)
-    return (x, torch.randint(0, 9, (6,), generator=generator), torch.randn(6, 3, generator=generator), torch.randn(6, 3, generator=generator)), y
+    return (
+        x,
+        torch.randint(0, 9, (6,), generator=generator),
+        torch.randn(6, 3, generator=generator),
+        torch.randn(6, 3, generator=generator),
+    ), y
 
 
 def by_name(task: int, batch: int) -> tuple[dict[str, Tensor], Tensor]:
     inputs, y = several(task, batch)
-    return dict(zip(("word", "x", "third", "fourth"), (inputs[1], inputs[0], *inputs[2:]), strict=True)), y
+    return dict(
+        zip(("word", "x", "third", "fourth"), (inputs[1], inputs[0], *inputs[2:]), strict=True)
+    ), y
 
 
 def appearing(task: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +105,9 @@ class Buffered(nn.Module):
         return out * (1 + self.level.float() / 10)
 
 
-def assert_goes_on(case: Case, path: Path, stops: tuple[int, ...] = (0, 2, BETWEEN, MIDDLE, 8)) -> OnePass:
+def assert_goes_on(
+    case: Case, path: Path, stops: tuple[int, ...] = (0, 2, BETWEEN, MIDDLE, 8)
+) -> OnePass:
     """A learner that is saved at these places goes on, in other modules too, as one does that nobody disturbs."""
     whole, saved, place = case.start(), case.start(), 0
     losses, before = case.run(whole), list[float]()
@@ -128,11 +137,19 @@ MORE_OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "RAdam": torch_optimizer(optim.RAdam, lr=0.02),
     "Rprop": torch_optimizer(optim.Rprop, lr=0.02),
     "Adafactor": torch_optimizer(optim.Adafactor, lr=0.02),
-    "a rate that is a tensor": lambda parameters: optim.Adam(parameters, lr=torch.tensor(0.02), foreach=False),
-    "two groups": lambda parameters: optim.SGD([{"params": [p], "lr": 0.1 / (1 + i)} for i, p in enumerate(parameters)], lr=0.1, momentum=0.9),
+    "a rate that is a tensor": lambda parameters: optim.Adam(
+        parameters, lr=torch.tensor(0.02), foreach=False
+    ),
+    "two groups": lambda parameters: optim.SGD(
+        [{"params": [p], "lr": 0.1 / (1 + i)} for i, p in enumerate(parameters)],
+        lr=0.1,
+        momentum=0.9,
+    ),
     "some parameters": lambda parameters: optim.Adam(list(parameters)[-2:], lr=0.05),
 }
-METHOD: dict[str, dict[str, Any]] = {name: {} for name in SUPPORTED} | {"ewc, online": {"fisher": "moving-average"}}
+METHOD: dict[str, dict[str, Any]] = {name: {} for name in SUPPORTED} | {
+    "ewc, online": {"fisher": "moving-average"}
+}
 every_method = pytest.mark.parametrize("name", METHOD)
 
 
@@ -142,7 +159,9 @@ def case_of(name: str, **more: Any) -> Case:
 
 
 @every_method
-def test_every_method_goes_on_bit_identically_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
+def test_every_method_goes_on_bit_identically_wherever_it_was_saved(
+    name: str, tmp_path: Path
+) -> None:
     loaded = assert_goes_on(case_of(name, tasks=TASKS), tmp_path / "file")
     if loaded.violations is not None:
         assert loaded.violations > 0
@@ -150,13 +169,17 @@ def test_every_method_goes_on_bit_identically_wherever_it_was_saved(name: str, t
 
 @pytest.mark.parametrize("method", ["er", "gem", "a-gem", "icarl"])
 def test_what_is_traced_goes_on_bit_identically(method: str, tmp_path: Path) -> None:
-    loaded = assert_goes_on(Case(method, build=partial(small_net, 6), tasks=TASKS), tmp_path / "file", (MIDDLE,))
+    loaded = assert_goes_on(
+        Case(method, build=partial(small_net, 6), tasks=TASKS), tmp_path / "file", (MIDDLE,)
+    )
     assert loaded.fleet.gradients._programs or method == "icarl"
 
 
 @every_method
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_method_goes_on_bit_identically_with_a_torch_optimizer(name: str, optimizer: str, tmp_path: Path) -> None:
+def test_every_method_goes_on_bit_identically_with_a_torch_optimizer(
+    name: str, optimizer: str, tmp_path: Path
+) -> None:
     case = case_of(name, tasks=TASKS, optimizer=OPTIMIZERS[optimizer])
     assert_goes_on(case, tmp_path / "file", (BETWEEN, MIDDLE))
 
@@ -168,18 +191,26 @@ def test_other_optimizers_go_on_bit_identically(optimizer: str, tmp_path: Path) 
 
 @every_method
 @pytest.mark.parametrize("build", [normed, dropped], ids=lambda build: build.__name__)
-def test_batch_norm_and_dropout_go_on_bit_identically(name: str, build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_batch_norm_and_dropout_go_on_bit_identically(
+    name: str, build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     assert_goes_on(case_of(name, tasks=TASKS, build=build), tmp_path / "file", (BETWEEN, MIDDLE))
 
 
 @pytest.mark.parametrize("build", [Tied, Buffered], ids=lambda build: build.__name__)
-def test_tied_weights_and_buffers_of_all_kinds_go_on_bit_identically(build: type[nn.Module], tmp_path: Path) -> None:
+def test_tied_weights_and_buffers_of_all_kinds_go_on_bit_identically(
+    build: type[nn.Module], tmp_path: Path
+) -> None:
     assert_goes_on(Case("mega-1", build=build), tmp_path / "file")
 
 
-@pytest.mark.parametrize("method", [name for name, learner in SUPPORTED.items() if learner.task_free])
+@pytest.mark.parametrize(
+    "method", [name for name, learner in SUPPORTED.items() if learner.task_free]
+)
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
-def test_a_task_free_stream_goes_on_bit_identically(method: str, policy: Any, tmp_path: Path) -> None:
+def test_a_task_free_stream_goes_on_bit_identically(
+    method: str, policy: Any, tmp_path: Path
+) -> None:
     settings = {"task_free": True, "memory": Memory(examples=9, recent=1, policy=policy)}
     assert_goes_on(Case(method, settings), tmp_path / "file", (0, 1, 2, 5, 9))
 
@@ -187,43 +218,74 @@ def test_a_task_free_stream_goes_on_bit_identically(method: str, policy: Any, tm
 @pytest.mark.parametrize("name", [name for name in METHOD if name != "icarl"])
 def test_a_loss_of_ones_own_goes_on_bit_identically(name: str, tmp_path: Path) -> None:
     settings = {"labels": "data"} if name.startswith("ewc") else {}
-    assert_goes_on(case_of(name, settings=settings, data=values, loss=square), tmp_path / "file", (BETWEEN, MIDDLE))
+    assert_goes_on(
+        case_of(name, settings=settings, data=values, loss=square),
+        tmp_path / "file",
+        (BETWEEN, MIDDLE),
+    )
 
 
 @pytest.mark.parametrize("data", [several, by_name], ids=["in order", "by name"])
 @pytest.mark.parametrize("method", ["mega-1", "er", "gem", "mas"])
-def test_several_inputs_go_on_bit_identically(method: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_inputs_go_on_bit_identically(
+    method: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The order in which a file's tensors come is up to the reader, so make it the most inconvenient one.
     load = safetensors.torch.load
-    monkeypatch.setattr(safetensors.torch, "load", lambda content: dict(sorted(load(content).items(), reverse=True)))
+    monkeypatch.setattr(
+        safetensors.torch, "load", lambda content: dict(sorted(load(content).items(), reverse=True))
+    )
     loaded = assert_goes_on(Case(method, build=Several, data=data), tmp_path / "file")
     given = data(0, 0)[0]
-    for mine, its in zip(loaded._sample, given.values() if isinstance(given, dict) else given, strict=True):
+    for mine, its in zip(
+        loaded._sample, given.values() if isinstance(given, dict) else given, strict=True
+    ):
         assert torch.equal(mine, its[:2]), "examples to export with"
 
 
 @pytest.mark.parametrize("method", ["van", "er", "a-gem", "gem", "ewc", "pi", "mas", "rwalk"])
 @pytest.mark.parametrize("optimizer", [None, "Adam"])
-def test_a_head_that_has_grown_goes_on_bit_identically(method: str, optimizer: str | None, tmp_path: Path) -> None:
-    case = Case(method, {"grow": True}, partial(net, 2), appearing, OPTIMIZERS[optimizer] if optimizer else None)
+def test_a_head_that_has_grown_goes_on_bit_identically(
+    method: str, optimizer: str | None, tmp_path: Path
+) -> None:
+    case = Case(
+        method,
+        {"grow": True},
+        partial(net, 2),
+        appearing,
+        OPTIMIZERS[optimizer] if optimizer else None,
+    )
     loaded = assert_goes_on(case, tmp_path / "file")
     assert loaded.outputs == 8
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
-def test_a_memory_goes_on_bit_identically_when_classes_appeared_in_the_middle_of_a_task(policy: Any, tmp_path: Path) -> None:
-    case = Case("mega-1", {"grow": True, "memory": Memory(per_task=7, policy=policy)}, partial(net, 2), appearing)
+def test_a_memory_goes_on_bit_identically_when_classes_appeared_in_the_middle_of_a_task(
+    policy: Any, tmp_path: Path
+) -> None:
+    case = Case(
+        "mega-1",
+        {"grow": True, "memory": Memory(per_task=7, policy=policy)},
+        partial(net, 2),
+        appearing,
+    )
     assert_goes_on(case, tmp_path / "file")
 
 
-def test_a_module_that_is_nothing_but_a_head_grows_and_goes_on_bit_identically(tmp_path: Path) -> None:
-    assert_goes_on(Case("er", {"grow": True}, partial(nn.Linear, FEATURES, 2), appearing), tmp_path / "file")
+def test_a_module_that_is_nothing_but_a_head_grows_and_goes_on_bit_identically(
+    tmp_path: Path,
+) -> None:
+    assert_goes_on(
+        Case("er", {"grow": True}, partial(nn.Linear, FEATURES, 2), appearing), tmp_path / "file"
+    )
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
 @pytest.mark.parametrize("tasks", [TASKS, None], ids=["head a task", "one head"])
 @pytest.mark.parametrize("limit", [None, 9])
-def test_every_memory_policy_goes_on_bit_identically(policy: Any, tasks: Any, limit: int | None, tmp_path: Path) -> None:
+def test_every_memory_policy_goes_on_bit_identically(
+    policy: Any, tasks: Any, limit: int | None, tmp_path: Path
+) -> None:
     memory = Memory(per_task=7, policy=policy, examples=limit)
     assert_goes_on(Case("mega-1", {"memory": memory}, tasks=tasks), tmp_path / "file", (2, MIDDLE))
 
@@ -236,11 +298,17 @@ def test_a_memory_on_disk_goes_on_bit_identically(limit: int | None, tmp_path: P
 
 @every_method
 def test_mixed_precision_goes_on_bit_identically(name: str, tmp_path: Path) -> None:
-    assert_goes_on(case_of(name, tasks=TASKS, settings={"precision": "bfloat16"}), tmp_path / "file", (BETWEEN, MIDDLE))
+    assert_goes_on(
+        case_of(name, tasks=TASKS, settings={"precision": "bfloat16"}),
+        tmp_path / "file",
+        (BETWEEN, MIDDLE),
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16], ids=str)
-def test_modules_of_other_precisions_go_on_bit_identically(kind: torch.dtype, tmp_path: Path) -> None:
+def test_modules_of_other_precisions_go_on_bit_identically(
+    kind: torch.dtype, tmp_path: Path
+) -> None:
     def data(task: int, batch: int) -> tuple[Tensor, Tensor]:
         x, y = classes(task, batch)
         return x.to(kind), y
@@ -254,7 +322,9 @@ def test_tasks_with_names_go_on_in_whatever_order_they_come(tmp_path: Path) -> N
 
     def run(learner: OnePass, begin: int, end: int) -> list[float]:
         seen = [event for event in EVENTS if not isinstance(event, str)]
-        return [learner.observe(*classes(*event), task=names[event[0]]) for event in seen[begin:end]]  # type: ignore[arg-type]
+        return [
+            learner.observe(*classes(*event), task=names[event[0]]) for event in seen[begin:end]
+        ]  # type: ignore[arg-type]
 
     whole = case.start()
     losses = run(whole, 0, 9)
@@ -281,7 +351,9 @@ def test_what_was_watched_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_learner_that_is_copied_or_pickled_says_how_to_do_it(how: Callable[[OnePass], object]) -> None:
+def test_a_learner_that_is_copied_or_pickled_says_how_to_do_it(
+    how: Callable[[OnePass], object],
+) -> None:
     learner = Case().start()
     with pytest.raises(InputError, match="save it, and load the file with a copy of the module"):
         how(learner)

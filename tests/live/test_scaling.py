@@ -24,7 +24,9 @@ def data(task: int, examples: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def quality(scale: Callable[[Tensor, bool], Tensor], module: nn.Module) -> float:
     """R² in % on new examples of the first task, after all tasks."""
-    learner = OnePass(module, "er", learning_rate=0.02, loss=mse_loss, memory=Memory(per_task=200), seed=1)
+    learner = OnePass(
+        module, "er", learning_rate=0.02, loss=mse_loss, memory=Memory(per_task=200), seed=1
+    )
     for task in range(TASKS):
         x, y = data(task, 1500, seed=1)
         for part, target in zip(x.split(10), y.split(10), strict=True):
@@ -39,7 +41,11 @@ class Scale(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, value in (("count", torch.zeros(())), ("mean", torch.zeros(FEATURES)), ("square", torch.ones(FEATURES))):
+        for name, value in (
+            ("count", torch.zeros(())),
+            ("mean", torch.zeros(FEATURES)),
+            ("square", torch.ones(FEATURES)),
+        ):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +61,9 @@ def net(*first: nn.Module) -> nn.Module:
     return nn.Sequential(*first, nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def test_a_running_scaler_spoils_what_is_kept_and_a_frozen_one_or_one_in_the_module_does_not() -> None:
+def test_a_running_scaler_spoils_what_is_kept_and_a_frozen_one_or_one_in_the_module_does_not() -> (
+    None
+):
     running, frozen = StandardScaler(), StandardScaler().fit(data(0, 500, seed=3)[0].numpy())
 
     def moving(x: Tensor, learning: bool) -> Tensor:

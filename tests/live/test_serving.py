@@ -28,7 +28,13 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(16, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
@@ -67,7 +73,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def learn(learner: OnePass, batches: int, tasks: int, least: Callable[[], bool] = lambda: True) -> None:
+def learn(
+    learner: OnePass, batches: int, tasks: int, least: Callable[[], bool] = lambda: True
+) -> None:
     """A stream whose examples are drawn from torch's own generator, as in many people's loops."""
     torch.manual_seed(1)
     for _ in range(tasks):
@@ -78,11 +86,18 @@ def learn(learner: OnePass, batches: int, tasks: int, least: Callable[[], bool] 
 
 
 @pytest.mark.parametrize("method", ["a-gem", "er", "pi", "gem"])
-@pytest.mark.parametrize("build", [Noisy, Normed, lambda: small_net(CLASSES)], ids=["dropout", "batch-norm", "plain"])
-def test_what_is_learnt_does_not_depend_on_being_asked(build: Callable[[], nn.Module], method: str) -> None:
+@pytest.mark.parametrize(
+    "build", [Noisy, Normed, lambda: small_net(CLASSES)], ids=["dropout", "batch-norm", "plain"]
+)
+def test_what_is_learnt_does_not_depend_on_being_asked(
+    build: Callable[[], nn.Module], method: str
+) -> None:
     asked, alone = build(), build()
     alone.load_state_dict(asked.state_dict())
-    learners = [OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=20)) for module in (asked, alone)]
+    learners = [
+        OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=20))
+        for module in (asked, alone)
+    ]
     x = torch.randn(5, FEATURES)
     first = torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
     for learner in learners:
@@ -159,7 +174,10 @@ def test_reports_files_and_exports_of_another_thread_are_whole(tmp_path: Path) -
         until(lambda: min(counts) >= 2)
     for x, y in data:
         alone.observe(x, y)
-    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), twin.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(module.state_dict().values(), twin.state_dict().values(), strict=True)
+    )
 
 
 def the_second(report: dict[str, Any]) -> None:
@@ -294,7 +312,10 @@ def in_child(work: Callable[[], object]) -> int:
 def rows(labels: range, count: int = 40) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(labels.start)
     y = torch.randint(labels.start, labels.stop, (count,), generator=generator)
-    x = torch.randn(count, FEATURES, generator=generator) / 9 + nn.functional.one_hot(y, 10)[:, :FEATURES] * 3
+    x = (
+        torch.randn(count, FEATURES, generator=generator) / 9
+        + nn.functional.one_hot(y, 10)[:, :FEATURES] * 3
+    )
     return x.numpy(), y.numpy()
 
 
@@ -366,10 +387,14 @@ def test_two_learners_that_ask_each_other_do_not_wait_for_ever() -> None:
             refusals.append(error)
 
     for other in (1, 0):
-        learners.append(OnePass(small_net(CLASSES), learning_rate=0.1, watch=asking_the(other), watch_every=2))
+        learners.append(
+            OnePass(small_net(CLASSES), learning_rate=0.1, watch=asking_the(other), watch_every=2)
+        )
         learn_once(learners[-1])
     refusals: list[LearntError] = []
-    threads = [threading.Thread(target=learn_once, args=[learner], daemon=True) for learner in learners]
+    threads = [
+        threading.Thread(target=learn_once, args=[learner], daemon=True) for learner in learners
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -385,7 +410,9 @@ def test_two_learners_that_ask_each_other_do_not_wait_for_ever() -> None:
 def test_a_million_answers_change_nothing_and_none_fails() -> None:
     asked, alone = Noisy(), Noisy()
     alone.load_state_dict(asked.state_dict())
-    learner, other = (OnePass(m, learning_rate=0.05, memory=Memory(per_task=50)) for m in (asked, alone))
+    learner, other = (
+        OnePass(m, learning_rate=0.05, memory=Memory(per_task=50)) for m in (asked, alone)
+    )
     x = torch.randn(20, FEATURES)
     wanted, batches = 1_000_000 // len(x), 0
     torch.manual_seed(3)
@@ -407,4 +434,6 @@ def test_a_million_answers_change_nothing_and_none_fails() -> None:
     for number in range(batches + 1):
         step(other, number)
     assert packed(learner) == packed(other)
-    print(f"{sum(counts) * len(x)} answers in {sum(counts)} calls beside {batches} batches, {seconds:.0f} s")
+    print(
+        f"{sum(counts) * len(x)} answers in {sum(counts)} calls beside {batches} batches, {seconds:.0f} s"
+    )

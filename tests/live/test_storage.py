@@ -70,9 +70,15 @@ def test_room_that_cannot_be_made_for_one_column_leaves_all_of_them_as_they_were
     with monkeypatch.context() as patch:
         if where == "disk":
             allocate = os.posix_fallocate
-            patch.setattr("onepass.live.storage.os.posix_fallocate", lambda *given: (fail_once(), allocate(*given)))
+            patch.setattr(
+                "onepass.live.storage.os.posix_fallocate",
+                lambda *given: (fail_once(), allocate(*given)),
+            )
         else:
-            patch.setattr("onepass.live.storage.torch.empty", lambda *given, **more: (fail_once(), real(*given, **more))[1])
+            patch.setattr(
+                "onepass.live.storage.torch.empty",
+                lambda *given, **more: (fail_once(), real(*given, **more))[1],
+            )
         before = packed(learner)
         for number in range(1, 4):
             try:
@@ -97,13 +103,23 @@ def test_room_that_cannot_be_made_for_one_column_leaves_all_of_them_as_they_were
 def test_more_than_any_memory_holds_is_one_sentence(where: str, tmp_path: Path) -> None:
     for rows in (2**50, 2**60):
         with pytest.raises(InputError, match="cannot keep"):
-            Storage({"x": torch.zeros(1, 64)}, torch.device("cpu"), tmp_path if where == "disk" else None, rows)
+            Storage(
+                {"x": torch.zeros(1, 64)},
+                torch.device("cpu"),
+                tmp_path if where == "disk" else None,
+                rows,
+            )
 
 
 def go_on(learner: OnePass, say: object, path: str) -> None:
     """What a forked child does; it reports what came of it."""
     found = []
-    for call in (lambda: learner.observe(*batch(7)), lambda: learner.save(path), lambda: learner.report(), lambda: learner.predict(batch(7)[0])):
+    for call in (
+        lambda: learner.observe(*batch(7)),
+        lambda: learner.save(path),
+        lambda: learner.report(),
+        lambda: learner.predict(batch(7)[0]),
+    ):
         try:
             call()
             found.append("done")
@@ -131,7 +147,9 @@ def test_a_forked_child_leaves_its_parents_memory_alone(where: str, tmp_path: Pa
         assert found == ["done"] * 4 + [5]
         return
     *refused, answered, steps = found
-    assert all("belongs to process" in sentence and "load it here" in sentence for sentence in refused), refused
+    assert all(
+        "belongs to process" in sentence and "load it here" in sentence for sentence in refused
+    ), refused
     assert (answered, steps) == ("done", 4)
     assert not (tmp_path / "saved").exists()
     learner.observe(*batch(7))

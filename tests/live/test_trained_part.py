@@ -30,13 +30,21 @@ class Two(nn.Module):
 
 
 def part(module: Two, momentum: bool = True) -> torch.optim.Optimizer:
-    return torch.optim.SGD([*module.first.parameters(), *module.head.parameters()], lr=0.1, momentum=0.9 * momentum)
+    return torch.optim.SGD(
+        [*module.first.parameters(), *module.head.parameters()], lr=0.1, momentum=0.9 * momentum
+    )
 
 
 def learnt(method: str, frozen: bool, **settings: Any) -> OnePass:
     torch.manual_seed(0)
     module = Two(frozen)
-    learner = OnePass(module, method, optimizer=part(module), **({"tasks": [[0, 1], [2, 3]]} if method == "icarl" else {}), **settings)
+    learner = OnePass(
+        module,
+        method,
+        optimizer=part(module),
+        **({"tasks": [[0, 1], [2, 3]]} if method == "icarl" else {}),
+        **settings,
+    )
     for task in range(2):
         data = [batch(seed=10 * task + s, classes=range(2 * task, 2 * task + 2)) for s in range(4)]
         for x, y in data:
@@ -64,7 +72,13 @@ def test_the_projection_is_that_of_the_trained_part_alone() -> None:
     other = batch(seed=1, classes=range(2, 4))
     trained = list(module[2].parameters())
     g, g_ref = (
-        torch.cat([p.reshape(-1) for p in torch.autograd.grad(nn.functional.cross_entropy(module(a), b), trained)]) for a, b in (other, (x, y))
+        torch.cat(
+            [
+                p.reshape(-1)
+                for p in torch.autograd.grad(nn.functional.cross_entropy(module(a), b), trained)
+            ]
+        )
+        for a, b in (other, (x, y))
     )
     assert g @ g_ref < 0
     before = torch.cat([p.detach().reshape(-1) for p in trained])
@@ -103,14 +117,19 @@ def test_the_first_step_of_a_grown_head_moves_its_new_outputs() -> None:
     learner.observe(x, y)
     seen: list[Tensor] = []
     original = learner.fleet._apply
-    learner.fleet._apply = lambda direction: (seen.append(module.head.weight.detach().clone()), original(direction))[1]  # type: ignore[method-assign, func-returns-value]
+    learner.fleet._apply = lambda direction: (
+        seen.append(module.head.weight.detach().clone()),
+        original(direction),
+    )[1]  # type: ignore[method-assign, func-returns-value]
     learner.observe(x, y + 2)
     assert bool((module.head.weight.detach() != seen[0])[CLASSES:].any())
 
 
 def test_a_head_that_is_not_trained_does_not_grow() -> None:
     module = Two()
-    learner = OnePass(module, optimizer=torch.optim.SGD(module.first.parameters(), lr=0.1), grow=True)
+    learner = OnePass(
+        module, optimizer=torch.optim.SGD(module.first.parameters(), lr=0.1), grow=True
+    )
     x, y = batch()
     learner.observe(x, y)
     with refused(learner, "layer 'head' would grow", "optimizer does not have it"):
@@ -131,7 +150,9 @@ def test_parameters_that_an_optimizer_is_given_later_are_trained_from_then_on() 
     assert not torch.equal(module.body.weight, before)
 
 
-def test_parameters_of_another_module_that_an_optimizer_is_given_later_are_noticed_every_time() -> None:
+def test_parameters_of_another_module_that_an_optimizer_is_given_later_are_noticed_every_time() -> (
+    None
+):
     module = Two()
     optimizer = part(module)
     learner = OnePass(module, optimizer=optimizer)
@@ -152,6 +173,8 @@ def test_an_optimizer_of_nothing_that_is_trainable_is_refused() -> None:
 
 def test_a_loss_that_depends_on_the_other_part_alone_is_refused() -> None:
     module = Two()
-    learner = OnePass(module, optimizer=part(module), loss=lambda outputs, y: module.body.weight.square().sum())
+    learner = OnePass(
+        module, optimizer=part(module), loss=lambda outputs, y: module.body.weight.square().sum()
+    )
     with refused(learner, "does not depend on the module's trainable parameters"):
         learner.observe(*batch())

@@ -21,18 +21,36 @@ from onepass.live.saving import packed
 from toys import FEATURES, Dropped, Normed, small_net
 
 CLASSES = 4
-KEYS = ["step", "task", "loss", "accuracy", "forgetting", "forgetting_by_task", "violations", "cosine", "memory", "memory_bytes", "milliseconds"]
-LIVE = [name for name, found in METHODS.items() if not found.joined and not found.learner.own_network]
+KEYS = [
+    "step",
+    "task",
+    "loss",
+    "accuracy",
+    "forgetting",
+    "forgetting_by_task",
+    "violations",
+    "cosine",
+    "memory",
+    "memory_bytes",
+    "milliseconds",
+]
+LIVE = [
+    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
+]
 Report = dict[str, Any]
 
 
-def stream(batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def stream(
+    batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     """Batches whose classes can be learnt: one feature is large for each."""
     generator = torch.Generator().manual_seed(seed)
     data = []
     for _ in range(batches):
         y = torch.randint(classes.start, classes.stop, (size,), generator=generator)
-        x = torch.randn(size, FEATURES, generator=generator) + 2 * nn.functional.one_hot(y, FEATURES)
+        x = torch.randn(size, FEATURES, generator=generator) + 2 * nn.functional.one_hot(
+            y, FEATURES
+        )
         data.append((x, y))
     return data
 
@@ -59,7 +77,9 @@ def right(module: nn.Module, x: Tensor, y: Tensor) -> float:
 def test_reports_come_every_so_many_batches_to_everybody() -> None:
     one: list[Report] = []
     other: list[Report] = []
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=[one.append, other.append], watch_every=4)
+    learner = OnePass(
+        small_net(CLASSES), learning_rate=0.1, watch=[one.append, other.append], watch_every=4
+    )
     for x, y in stream(11):
         learner.observe(x, y)
     assert [report["step"] for report in one] == [4, 8]
@@ -70,14 +90,23 @@ def test_reports_come_every_so_many_batches_to_everybody() -> None:
 
 def test_a_report_of_nothing_says_nothing() -> None:
     report = OnePass(small_net(), learning_rate=0.1).report()
-    empty = dict.fromkeys(KEYS) | {"step": 0, "task": 0, "violations": 0, "forgetting_by_task": {}, "memory": {}, "memory_bytes": 0}
+    empty = dict.fromkeys(KEYS) | {
+        "step": 0,
+        "task": 0,
+        "violations": 0,
+        "forgetting_by_task": {},
+        "memory": {},
+        "memory_bytes": 0,
+    }
     assert report == empty
     assert OnePass(small_net(), "van", learning_rate=0.1).report() == empty | {"violations": None}
 
 
 @pytest.mark.parametrize("method", ["van", "a-gem", "pi"])
 @pytest.mark.parametrize("build", [Normed, small_net, Dropped], ids=lambda b: b.__name__)
-def test_loss_and_accuracy_are_those_before_learning(build: Callable[[], nn.Module], method: str) -> None:
+def test_loss_and_accuracy_are_those_before_learning(
+    build: Callable[[], nn.Module], method: str
+) -> None:
     module = build()
     reports: list[Report] = []
     learner = OnePass(module, method, learning_rate=0.1, watch=reports.append, watch_every=3)
@@ -99,7 +128,9 @@ def test_the_accuracy_of_a_task_with_a_head_is_that_among_its_classes() -> None:
     with torch.no_grad():
         module[2].bias[:2] += 10  # type: ignore[index]
     reports: list[Report] = []
-    learner = OnePass(module, learning_rate=0.1, tasks=[[0, 1], [2, 3]], watch=reports.append, watch_every=1)
+    learner = OnePass(
+        module, learning_rate=0.1, tasks=[[0, 1], [2, 3]], watch=reports.append, watch_every=1
+    )
     for x, y in stream(5, classes=range(2, 4)):
         expected = right(nn.Sequential(copy.deepcopy(module), nn.ZeroPad1d((-2, 0))), x, y - 2)
         learner.observe(x, y, task=1)
@@ -111,13 +142,22 @@ def test_the_accuracy_of_a_task_with_a_head_is_that_among_its_classes() -> None:
 def test_the_cosine_is_that_between_gradient_and_reference_gradient(method: str) -> None:
     module = small_net(CLASSES)
     reports: list[Report] = []
-    learner = OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=1)
+    learner = OnePass(
+        module,
+        method,
+        learning_rate=0.1,
+        memory=Memory(per_task=20),
+        watch=reports.append,
+        watch_every=1,
+    )
     for x, y in stream():
         learner.observe(x, y)
     assert all(report["cosine"] is None for report in reports)
     learner.end_task()
     for x, y in stream(6, seed=1):
-        expected = torch.cosine_similarity(gradient(module, x, 3 - y), gradient(module, *remembered(learner, 0)), dim=0)
+        expected = torch.cosine_similarity(
+            gradient(module, x, 3 - y), gradient(module, *remembered(learner, 0)), dim=0
+        )
         learner.observe(x, 3 - y)
         assert reports[-1]["cosine"] == pytest.approx(float(expected), abs=1e-4)
     assert min(report["cosine"] for report in reports[6:]) < 0
@@ -126,21 +166,34 @@ def test_the_cosine_is_that_between_gradient_and_reference_gradient(method: str)
 def test_the_cosine_is_the_smallest_where_there_are_several() -> None:
     module = small_net(CLASSES)
     reports: list[Report] = []
-    learner = OnePass(module, "gem", learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=1)
+    learner = OnePass(
+        module,
+        "gem",
+        learning_rate=0.1,
+        memory=Memory(per_task=20),
+        watch=reports.append,
+        watch_every=1,
+    )
     for task in range(3):
         for x, y in stream(4, seed=task):
             y = (y + task) % CLASSES
             past = [gradient(module, *remembered(learner, k)) for k in range(task)]
-            expected = [float(torch.cosine_similarity(gradient(module, x, y), g, dim=0)) for g in past]
+            expected = [
+                float(torch.cosine_similarity(gradient(module, x, y), g, dim=0)) for g in past
+            ]
             learner.observe(x, y)
-            assert reports[-1]["cosine"] == (pytest.approx(min(expected), abs=1e-4) if expected else None)
+            assert reports[-1]["cosine"] == (
+                pytest.approx(min(expected), abs=1e-4) if expected else None
+            )
         learner.end_task()
 
 
 def test_every_report_has_the_cosine_of_its_own_step() -> None:
     module = small_net(CLASSES)
     reports: list[Report] = []
-    learner = OnePass(module, learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=5)
+    learner = OnePass(
+        module, learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=5
+    )
     for x, y in stream(7):
         learner.observe(x, y)
     learner.end_task()
@@ -149,7 +202,11 @@ def test_every_report_has_the_cosine_of_its_own_step() -> None:
         g, reference = gradient(module, x, y), gradient(module, *remembered(learner, 0))
         learner.observe(x, y)
         expected[learner.steps] = float(torch.cosine_similarity(g, reference, dim=0))
-    assert [report["cosine"] for report in reports] == [None, pytest.approx(expected[10], abs=1e-4), pytest.approx(expected[15], abs=1e-4)]
+    assert [report["cosine"] for report in reports] == [
+        None,
+        pytest.approx(expected[10], abs=1e-4),
+        pytest.approx(expected[15], abs=1e-4),
+    ]
 
 
 def test_a_loaded_learner_reports_as_the_saved_one_would_have(tmp_path: Path) -> None:
@@ -202,16 +259,23 @@ def test_a_first_task_that_has_just_ended_is_not_forgotten() -> None:
 
 def test_without_tasks_forgetting_is_by_class() -> None:
     module = small_net(CLASSES)
-    learner = OnePass(module, learning_rate=0.3, task_free=True, memory=Memory(examples=40, recent=3))
+    learner = OnePass(
+        module, learning_rate=0.3, task_free=True, memory=Memory(examples=40, recent=3)
+    )
     for x, y in stream(40):
         learner.observe(x, y)
     first = learner.report()
-    assert (first["forgetting"], first["forgetting_by_task"]) == (None, dict.fromkeys(range(CLASSES)))  # nothing to compare with
+    assert (first["forgetting"], first["forgetting_by_task"]) == (
+        None,
+        dict.fromkeys(range(CLASSES)),
+    )  # nothing to compare with
     assert learner.report()["forgetting"] == 0
     best = [right(module, *remembered(learner, c)) for c in range(CLASSES)]
     with torch.no_grad():
         module[2].bias[1] += 100  # type: ignore[index,operator]
-    assert learner.report()["forgetting"] == pytest.approx((sum(best) - best[1]) / CLASSES, abs=1e-6)
+    assert learner.report()["forgetting"] == pytest.approx(
+        (sum(best) - best[1]) / CLASSES, abs=1e-6
+    )
 
 
 def test_forgetting_of_a_loss_of_ones_own_is_how_much_it_rose() -> None:
@@ -247,7 +311,12 @@ def test_the_memory_is_counted_by_task() -> None:
 
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
 def test_without_tasks_the_memory_is_counted_by_class(policy: Any) -> None:
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, task_free=True, memory=Memory(examples=1000, policy=policy))
+    learner = OnePass(
+        small_net(CLASSES),
+        learning_rate=0.1,
+        task_free=True,
+        memory=Memory(examples=1000, policy=policy),
+    )
     data = stream()
     for x, y in data:
         learner.observe(x, y)
@@ -263,8 +332,15 @@ def test_violations_are_those_of_the_learner() -> None:
     learner.end_task()
     for x, y in stream(20, seed=1):
         learner.observe(x, 3 - y)
-    assert [report["violations"] for report in reports[:21]] == [0] * 20 + [reports[20]["violations"]]
-    assert sum(report["cosine"] < 0 for report in reports[20:]) == learner.violations == reports[-1]["violations"] > 0
+    assert [report["violations"] for report in reports[:21]] == [0] * 20 + [
+        reports[20]["violations"]
+    ]
+    assert (
+        sum(report["cosine"] < 0 for report in reports[20:])
+        == learner.violations
+        == reports[-1]["violations"]
+        > 0
+    )
 
 
 def test_a_refused_batch_does_not_change_the_report() -> None:
@@ -274,7 +350,9 @@ def test_a_refused_batch_does_not_change_the_report() -> None:
     learner.end_task()
     for x, y in stream(seed=1):
         learner.observe(x, y)
-    learner.module.fc.register_forward_hook(lambda module, _, outputs: outputs * torch.nan if module.training else outputs)  # type: ignore[union-attr,operator]
+    learner.module.fc.register_forward_hook(
+        lambda module, _, outputs: outputs * torch.nan if module.training else outputs
+    )  # type: ignore[union-attr,operator]
     before = learner.report()
     assert before["cosine"] is not None
     with pytest.raises(InputError):
@@ -314,7 +392,9 @@ def test_an_error_of_a_watch_says_that_the_batch_was_learnt() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=careless, watch_every=2)
     x, y = stream()[0]
     learner.observe(x, y)
-    with pytest.raises(LearntError, match=r"^the batch was learnt, and then something failed \(of my own\): ") as caught:
+    with pytest.raises(
+        LearntError, match=r"^the batch was learnt, and then something failed \(of my own\): "
+    ) as caught:
         learner.observe(x, y)
     assert isinstance(caught.value.__cause__, LookupError)
     assert not isinstance(caught.value, InputError)
@@ -329,14 +409,18 @@ def test_an_error_of_a_watch_says_that_the_batch_was_learnt() -> None:
 
 @pytest.mark.parametrize("method", LIVE)
 @pytest.mark.parametrize("build", [Normed, Dropped, small_net], ids=lambda b: b.__name__)
-def test_watching_changes_nothing_in_what_is_learnt(build: Callable[[], nn.Module], method: str) -> None:
+def test_watching_changes_nothing_in_what_is_learnt(
+    build: Callable[[], nn.Module], method: str
+) -> None:
     watched, alone = build(), build()
     alone.load_state_dict(watched.state_dict())
     reports: list[Report] = []
     tasks = {"tasks": [[0, 1], range(2, 8)]} if method == "icarl" else {}
-    learner = OnePass(watched, method, learning_rate=0.1, watch=reports.append, watch_every=2, **tasks)
+    learner = OnePass(
+        watched, method, learning_rate=0.1, watch=reports.append, watch_every=2, **tasks
+    )
     other = OnePass(alone, method, learning_rate=0.1, **tasks)
-    luck = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     for task in range(2):
         data = stream(5, seed=task, classes=range(2 * task, 2 * task + 2))
         for x, y in data:
@@ -344,7 +428,7 @@ def test_watching_changes_nothing_in_what_is_learnt(build: Callable[[], nn.Modul
             learner.report()
         for one in (learner, other):
             one.end_task(again=data if one.learner.needs_review else None)
-    assert torch.equal(luck, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     assert len(reports) == 5
     mine, its = watched.state_dict(), alone.state_dict()
     assert all(torch.equal(mine[name], its[name]) for name in mine)
@@ -359,25 +443,39 @@ def test_tensorboard_is_given_every_number(tmp_path: Path) -> None:
 
     reports: list[Report] = []
     board = TensorBoard(tmp_path / "events")
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=[board, reports.append], watch_every=2)
+    learner = OnePass(
+        small_net(CLASSES), learning_rate=0.1, watch=[board, reports.append], watch_every=2
+    )
     for task in range(2):
         for x, y in stream(seed=task):
             learner.observe(x, y)
         learner.end_task()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory", "forgetting_by_task"} | {"memory/0", "memory/1", "forgetting_by_task/0"}
+    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory", "forgetting_by_task"} | {
+        "memory/0",
+        "memory/1",
+        "forgetting_by_task/0",
+    }
     for tag in ("task", "loss", "accuracy", "violations", "memory_bytes", "milliseconds"):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
         assert found == [(report["step"], pytest.approx(report[tag])) for report in reports]
     for tag in ("cosine", "forgetting"):
-        known = [(report["step"], pytest.approx(report[tag])) for report in reports if report[tag] is not None]
+        known = [
+            (report["step"], pytest.approx(report[tag]))
+            for report in reports
+            if report[tag] is not None
+        ]
         assert known
         assert [(event.step, event.value) for event in events.Scalars(tag)] == known
-    assert [event.value for event in events.Scalars("memory/1")] == [report["memory"][1] for report in reports if 1 in report["memory"]]
+    assert [event.value for event in events.Scalars("memory/1")] == [
+        report["memory"][1] for report in reports if 1 in report["memory"]
+    ]
 
 
-def test_tensorboard_without_its_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_without_its_package_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InputError, match=r"tensorboard: install onepass\[track\]") as caught:
         TensorBoard(tmp_path)
@@ -385,7 +483,9 @@ def test_tensorboard_without_its_package_is_one_sentence(tmp_path: Path, monkeyp
 
 
 def test_tensorboard_writes_to_no_place_that_was_not_named() -> None:
-    with pytest.raises(InputError, match="the folder of events is empty: give the path of a folder"):
+    with pytest.raises(
+        InputError, match="the folder of events is empty: give the path of a folder"
+    ):
         TensorBoard("")
 
 
@@ -393,7 +493,9 @@ def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> Non
     console = Console(file=io.StringIO(), force_terminal=True, width=150, height=40)
     reports: list[Report] = []
     with LiveView(console, rows=3) as view:
-        learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=[view, reports.append], watch_every=2)
+        learner = OnePass(
+            small_net(CLASSES), learning_rate=0.1, watch=[view, reports.append], watch_every=2
+        )
         for task in range(2):
             for x, y in stream(10, seed=task):
                 learner.observe(x, y)
@@ -405,7 +507,11 @@ def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> Non
     last = shown[shown.rindex("┏") :]
     for name in KEYS:
         assert (name.replace("_", " ") in last) == (name != "forgetting_by_task")
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in last.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in last.splitlines()
+        if line.startswith("│")
+    ]
     assert [row[0] for row in rows] == [str(report["step"]) for report in reports[-3:]]
     assert [row[2] for row in rows] == [f"{report['loss']:.3g}" for report in reports[-3:]]
 

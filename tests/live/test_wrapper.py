@@ -14,16 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from live_wrapper import (
-    CLASSES,
-    alike,
-    equal,
-    partly_frozen,
-    plainly,
-    pure,
-    sgd,
-    stream,
-)
+from live_wrapper import CLASSES, alike, equal, partly_frozen, plainly, pure, sgd, stream
 from onepass import InputError, Memory, OnePass
 from toys import FEATURES, Normed, Tied, small_net
 
@@ -42,7 +33,10 @@ def test_several_inputs_are_passed_as_forward_wants_them(names: bool) -> None:
     module = Both()
     twin = copy.deepcopy(module)
     pairs = [(x, torch.randint(0, 5, (len(x), 3))) for x, _ in stream()]
-    data = [({"left": a, "words": b} if names else (a, b), y) for (a, b), (_, y) in zip(pairs, stream(), strict=True)]
+    data = [
+        ({"left": a, "words": b} if names else (a, b), y)
+        for (a, b), (_, y) in zip(pairs, stream(), strict=True)
+    ]
     learner = OnePass(module, "a-gem", learning_rate=0.1)
     for x, y in data:
         learner.observe(x, y)
@@ -101,7 +95,9 @@ def test_the_module_stays_its_own() -> None:
 def test_what_the_user_does_with_the_module_in_between_does_not_matter() -> None:
     module = Normed()
     twin = copy.deepcopy(module)
-    learner, quiet = (OnePass(m, optimizer=torch.optim.Adam(m.parameters())) for m in (module, twin))
+    learner, quiet = (
+        OnePass(m, optimizer=torch.optim.Adam(m.parameters())) for m in (module, twin)
+    )
     for x, y in stream():
         module.eval()
         module(x).sum().backward()
@@ -119,7 +115,9 @@ def test_frozen_parameters_do_not_move_and_others_do() -> None:
         for x, y in stream(seed=task):
             learner.observe(x, y)
         learner.end_task()
-    moved = {name: not torch.equal(value, before[name]) for name, value in module.state_dict().items()}
+    moved = {
+        name: not torch.equal(value, before[name]) for name, value in module.state_dict().items()
+    }
     assert moved == {name: not name.startswith("2.") for name in before}
 
 
@@ -170,7 +168,9 @@ CHANGES = [hook_outputs, hook_parameter, change_slope, change_padding, change_la
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_what_is_changed_in_the_module_counts_from_the_next_batch_on(change: Callable[[nn.Module], None]) -> None:
+def test_what_is_changed_in_the_module_counts_from_the_next_batch_on(
+    change: Callable[[nn.Module], None],
+) -> None:
     module = pure()
     twin = copy.deepcopy(module)
     learner = OnePass(module, "van", learning_rate=0.1)
@@ -212,7 +212,9 @@ def test_each_parameter_is_saved_and_shared_alone(tmp_path: Path) -> None:
     learner = OnePass(module, learning_rate=0.1)
     learner.observe(*stream()[0])
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
-    safetensors.torch.save_model(module, str(tmp_path / "file"))  # it takes memory that is shared by others than tied weights for an error
+    safetensors.torch.save_model(
+        module, str(tmp_path / "file")
+    )  # it takes memory that is shared by others than tied weights for an error
     other = Tied()
     safetensors.torch.load_model(other, tmp_path / "file")
     assert equal(module, other)
@@ -238,8 +240,14 @@ class Rude(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["module", "cpu"])
-@pytest.mark.parametrize("build", [Rude, lambda: nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(FEATURES, CLASSES))], ids=["Rude", "dropout"])
-def test_a_module_that_writes_into_its_inputs_does_not_spoil_what_is_remembered(build: Callable[[], nn.Module], where: Any) -> None:
+@pytest.mark.parametrize(
+    "build",
+    [Rude, lambda: nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(FEATURES, CLASSES))],
+    ids=["Rude", "dropout"],
+)
+def test_a_module_that_writes_into_its_inputs_does_not_spoil_what_is_remembered(
+    build: Callable[[], nn.Module], where: Any
+) -> None:
     learner = OnePass(build(), learning_rate=0.1, memory=Memory(per_task=100, where=where))
     data = stream()
     for x, y in data[:3]:
@@ -250,7 +258,9 @@ def test_a_module_that_writes_into_its_inputs_does_not_spoil_what_is_remembered(
     learner.end_task()
     assert learner.memory is not None
     assert learner.memory.storage is not None
-    assert torch.equal(learner.memory.storage.columns["x"][: learner.memory.size], torch.cat([x for x, _ in data]))
+    assert torch.equal(
+        learner.memory.storage.columns["x"][: learner.memory.size], torch.cat([x for x, _ in data])
+    )
 
 
 def test_a_module_that_writes_into_its_inputs_learns_as_in_the_plain_loop() -> None:
@@ -266,7 +276,13 @@ def test_a_module_that_writes_into_its_inputs_learns_as_in_the_plain_loop() -> N
 def test_a_task_ends_when_the_next_one_begins_and_only_once() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1)
     ended = []
-    for name, over in (("a", False), ("a", True), ("b", False), ("c", False), ("c", False)):  # the second is ended by hand
+    for name, over in (
+        ("a", False),
+        ("a", True),
+        ("b", False),
+        ("c", False),
+        ("c", False),
+    ):  # the second is ended by hand
         for x, y in stream(1):
             learner.observe(x, y, task=name)
         if over:

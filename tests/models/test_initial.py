@@ -26,8 +26,13 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize(("layer", "bound"), [(nn.Conv2d(20, 64, 3), 1 / math.sqrt(3 * 20)), (nn.Linear(160, 100), 1 / math.sqrt(160))])
-def test_uniform_weights_fill_the_authors_interval(layer: nn.Conv2d | nn.Linear, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("layer", "bound"),
+    [(nn.Conv2d(20, 64, 3), 1 / math.sqrt(3 * 20)), (nn.Linear(160, 100), 1 / math.sqrt(160))],
+)
+def test_uniform_weights_fill_the_authors_interval(
+    layer: nn.Conv2d | nn.Linear, bound: float
+) -> None:
     for values in initialise(layer, "uniform").parameters():
         assert float(values.detach().abs().max()) <= bound
         assert float(values.detach().abs().max()) > 0.9 * bound
@@ -46,15 +51,23 @@ def test_the_initialisation_of_torch_is_left_alone() -> None:
     assert torch.equal(initialise(nn.Linear(5, 4), "torch").weight, theirs.weight)
 
 
-@pytest.mark.parametrize(("kind", "outputs", "count"), [("resnet18-reduced", 100, 1_109_240), ("resnet18", 100, 11_220_132), ("mlp", 10, 855_050)])
+@pytest.mark.parametrize(
+    ("kind", "outputs", "count"),
+    [("resnet18-reduced", 100, 1_109_240), ("resnet18", 100, 11_220_132), ("mlp", 10, 855_050)],
+)
 def test_networks_are_known_by_name(kind: str, outputs: int, count: int) -> None:
-    assert sum(p.numel() for p in Network(kind).build(3072, (32, 32, 3), outputs).parameters()) == count  # type: ignore[arg-type]
+    assert (
+        sum(p.numel() for p in Network(kind).build(3072, (32, 32, 3), outputs).parameters())
+        == count
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("stem", "side"), [("3x3", 32), ("7x7", 16), ("7x7-pool", 8)])
 def test_a_stem_decides_what_the_first_layer_sees(stem: str, side: int) -> None:
     net, seen = Network("resnet18", stem=stem).build(3072, (32, 32, 3), 5), []  # type: ignore[arg-type]
-    net.get_submodule("layer1").register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
+    net.get_submodule("layer1").register_forward_hook(
+        lambda _, inputs, __: seen.append(inputs[0].shape)
+    )
     assert net(torch.randn(2, 3, 32, 32)).shape == (2, 5)
     assert seen == [(2, 64, side, side)]
 

@@ -6,22 +6,27 @@ import pytest
 import torch
 from torch import nn
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
+from onepass.engine.slots import Slots
 from onepass.models.norm import BatchNorm, Constants
 from onepass.models.resnet import ResNet
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 
 X = 2 + 3 * torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
-def by_formula(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, norm: BatchNorm) -> torch.Tensor:
+def by_formula(
+    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, norm: BatchNorm
+) -> torch.Tensor:
     m, v, gain, bias = (t[:, None, None] for t in (mean, variance, norm.weight, norm.bias))
     return gain * (x - m) / (v + norm.eps).sqrt() + bias
 
 
 @pytest.mark.parametrize("constants", ["torch", "authors"])
-def test_training_uses_the_statistics_of_the_batch_and_evaluation_the_running_ones(constants: Constants) -> None:
+def test_training_uses_the_statistics_of_the_batch_and_evaluation_the_running_ones(
+    constants: Constants,
+) -> None:
     norm = BatchNorm(4, constants)
     with torch.no_grad():
         norm.weight.uniform_(0.5, 2)
@@ -65,8 +70,15 @@ def test_a_file_that_counts_batches_can_be_loaded() -> None:
 
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("constants", ["torch", "authors"])
-def test_whether_a_pass_moves_running_statistics_is_the_callers_choice(constants: Constants, moves: bool) -> None:
-    fleet = Fleet(lambda: ResNet(4, 6, (1, 1), channels=2, batch_norm=constants), [1, 2], Slots.separate(3, 2), [0.1, 0.1])
+def test_whether_a_pass_moves_running_statistics_is_the_callers_choice(
+    constants: Constants, moves: bool
+) -> None:
+    fleet = Fleet(
+        lambda: ResNet(4, 6, (1, 1), channels=2, batch_norm=constants),
+        [1, 2],
+        Slots(separate_heads(3, 2)),
+        [0.1, 0.1],
+    )
     batch = Batch(torch.randn(2, 5, 2, 8, 8), torch.randint(0, 6, (2, 5)))
     for _ in range(2):  # by autograd or a program, and by a program
         before = {name: b.clone() for name, b in fleet.buffers.items()}

@@ -18,8 +18,12 @@ Values = dict[str, Tensor]
 fully_connected = partial(mlp, 5, [4, 3], 6)
 residual = partial(ResNet, 4, 6, blocks=(1, 1))
 FLAT, IMAGES = (5,), (3, 8, 8)
-both = pytest.mark.parametrize(("build", "shape"), [(fully_connected, FLAT), (residual, IMAGES)], ids=["mlp", "resnet"])
-with_and_without_inputs = pytest.mark.parametrize("inputs", [False, True], ids=["", "input-laterals"])
+both = pytest.mark.parametrize(
+    ("build", "shape"), [(fully_connected, FLAT), (residual, IMAGES)], ids=["mlp", "resnet"]
+)
+with_and_without_inputs = pytest.mark.parametrize(
+    "inputs", [False, True], ids=["", "input-laterals"]
+)
 
 
 def filled(network: Progressive) -> Progressive:
@@ -36,7 +40,10 @@ def filled(network: Progressive) -> Progressive:
 
 
 def values_of(network: nn.Module) -> Values:
-    return {name: value.detach().clone() for name, value in [*network.named_parameters(), *network.named_buffers()]}
+    return {
+        name: value.detach().clone()
+        for name, value in [*network.named_parameters(), *network.named_buffers()]
+    }
 
 
 def slices(v: Values, k: int, s: int, width: int) -> list[Tensor]:
@@ -59,7 +66,9 @@ def mlp_by_hand(v: Values, x: Tensor, column: int) -> Tensor:
 
 
 def norm(v: Values, name: str, x: Tensor, training: bool) -> Tensor:
-    mean, var, weight, bias = (v[f"{name}.{what}"] for what in ("running_mean", "running_var", "weight", "bias"))
+    mean, var, weight, bias = (
+        v[f"{name}.{what}"] for what in ("running_mean", "running_var", "weight", "bias")
+    )
     return batch_norm(x, mean.clone(), var.clone(), weight, bias, training)
 
 
@@ -72,10 +81,25 @@ def resnet_by_hand(v: Values, x: Tensor, column: int, learning: int | None = Non
             if s == 0:
                 out = norm(v, f"{name}.1", conv2d(h, v[f"{name}.0.weight"], padding=1), training)
             else:
-                out = norm(v, f"{name}.0.bn1", conv2d(h, v[f"{name}.0.conv1.weight"], stride=stride, padding=1), training).relu()
-                out = norm(v, f"{name}.0.bn2", conv2d(out, v[f"{name}.0.conv2.weight"], padding=1), training)
+                out = norm(
+                    v,
+                    f"{name}.0.bn1",
+                    conv2d(h, v[f"{name}.0.conv1.weight"], stride=stride, padding=1),
+                    training,
+                ).relu()
+                out = norm(
+                    v,
+                    f"{name}.0.bn2",
+                    conv2d(out, v[f"{name}.0.conv2.weight"], padding=1),
+                    training,
+                )
                 if stride == 2:
-                    h = norm(v, f"{name}.0.downsample.1", conv2d(h, v[f"{name}.0.downsample.0.weight"], stride=2), training)
+                    h = norm(
+                        v,
+                        f"{name}.0.downsample.1",
+                        conv2d(h, v[f"{name}.0.downsample.0.weight"], stride=2),
+                        training,
+                    )
                 out = out + h
             for j, u in enumerate(slices(v, k, s, levels[s, 0].shape[1])):
                 out = out + conv2d(levels[s, j], u, stride=stride)
@@ -109,7 +133,9 @@ def test_every_column_of_a_residual_network_is_the_formula(columns: int, inputs:
 def test_in_training_only_the_last_column_uses_the_statistics_of_the_batch() -> None:
     network, x = filled(Progressive(residual, 3)), torch.randn(4, *IMAGES)
     v = values_of(network)
-    assert torch.allclose(network(x), resnet_by_hand(v, x, 2, learning=2), atol=1e-4)  # as it was built
+    assert torch.allclose(
+        network(x), resnet_by_hand(v, x, 2, learning=2), atol=1e-4
+    )  # as it was built
     network.load_state_dict(v)
     assert torch.allclose(network.eval().train()(x), resnet_by_hand(v, x, 2, learning=2), atol=1e-4)
     assert not torch.allclose(network(x), resnet_by_hand(v, x, 2), atol=1e-2)
@@ -117,7 +143,9 @@ def test_in_training_only_the_last_column_uses_the_statistics_of_the_batch() -> 
 
 @both
 @with_and_without_inputs
-def test_a_column_answers_bit_identically_after_more_were_added(build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool) -> None:
+def test_a_column_answers_bit_identically_after_more_were_added(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
+) -> None:
     x, answers, values = torch.randn(4, *shape), [], {}
     for columns in (1, 2, 3, 4):
         network = filled(Progressive(build, columns, inputs))
@@ -131,7 +159,9 @@ def test_a_column_answers_bit_identically_after_more_were_added(build: Callable[
 
 
 @both
-def test_a_column_depends_on_itself_and_on_earlier_columns_alone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_a_column_depends_on_itself_and_on_earlier_columns_alone(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
     network, x = filled(Progressive(build, 4)).eval(), torch.randn(4, *shape)
     for j in range(4):
         network.shown = j
@@ -147,7 +177,9 @@ def test_a_column_depends_on_itself_and_on_earlier_columns_alone(build: Callable
 
 @both
 @pytest.mark.parametrize("columns", [1, 2, 4])
-def test_only_the_last_column_learns(build: Callable[[], nn.Module], shape: tuple[int, ...], columns: int) -> None:
+def test_only_the_last_column_learns(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], columns: int
+) -> None:
     network = filled(Progressive(build, columns, True))
     for name, parameter in network.named_parameters():
         assert parameter.requires_grad == name.startswith(f"columns.{columns - 1}.")
@@ -157,7 +189,10 @@ def test_only_the_last_column_learns(build: Callable[[], nn.Module], shape: tupl
 
 
 def flags(network: Progressive) -> list[set[bool]]:
-    return [{m.training for m in column.modules() if isinstance(m, nn.BatchNorm2d)} for column in network.columns]
+    return [
+        {m.training for m in column.modules() if isinstance(m, nn.BatchNorm2d)}
+        for column in network.columns
+    ]
 
 
 def test_frozen_batch_norm_is_as_in_evaluation_from_the_start_and_whatever_mode_is_set() -> None:
@@ -188,7 +223,11 @@ def test_a_pass_in_training_moves_the_statistics_of_the_last_column_alone(toggle
 def test_a_new_column_takes_its_values_from_the_random_state_and_frozen_ones_take_none() -> None:
     def last(columns: int) -> list[Tensor]:
         torch.manual_seed(5)
-        return [p.detach() for name, p in Progressive(residual, columns).columns[-1].named_parameters() if name.startswith("bodies")]
+        return [
+            p.detach()
+            for name, p in Progressive(residual, columns).columns[-1].named_parameters()
+            if name.startswith("bodies")
+        ]
 
     torch.manual_seed(5)
     alone = [p.detach() for p in residual().parameters()]
@@ -206,14 +245,24 @@ def test_parameters_grow_with_the_square_of_the_columns(columns: int, inputs: bo
     """`T` columns are `T` networks and `T (T − 1) / 2` times what connects two of them."""
     pairs = columns * (columns - 1) // 2
     between = 4 * 3 + 3 * 6 + (5 * 4 if inputs else 0)
-    assert count(Progressive(fully_connected, columns, inputs)) == columns * count(fully_connected()) + pairs * between
+    assert (
+        count(Progressive(fully_connected, columns, inputs))
+        == columns * count(fully_connected()) + pairs * between
+    )
     between = 4 * 4 + 4 * 8 + 8 * 6 + (3 * 4 if inputs else 0)
-    assert count(Progressive(residual, columns, inputs)) == columns * count(residual()) + pairs * between
+    assert (
+        count(Progressive(residual, columns, inputs))
+        == columns * count(residual()) + pairs * between
+    )
 
 
 @pytest.mark.parametrize(
     "module",
-    [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), nn.Sequential(nn.Sequential(nn.Linear(3, 2)))],
+    [
+        nn.Linear(3, 2),
+        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)),
+        nn.Sequential(nn.Sequential(nn.Linear(3, 2))),
+    ],
     ids=["no sequence", "another activation", "nested"],
 )
 def test_what_cannot_be_taken_apart_is_refused(module: nn.Module) -> None:
@@ -246,18 +295,29 @@ def test_stages_compute_what_the_module_does_or_it_is_refused(module: nn.Sequent
 
 @both
 @with_and_without_inputs
-def test_lateral_connections_may_have_biases_of_their_own(build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool) -> None:
-    biased, plain = Progressive(build, 3, inputs, lateral_biases=True), Progressive(build, 3, inputs)
+def test_lateral_connections_may_have_biases_of_their_own(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
+) -> None:
+    biased, plain = (
+        Progressive(build, 3, inputs, lateral_biases=True),
+        Progressive(build, 3, inputs),
+    )
     assert all(value.eq(0.1).all() for value in biased.columns[2].biases.values())  # type: ignore[union-attr, operator]
     with torch.no_grad():
         for name, value in [*filled(plain).named_parameters(), *plain.named_buffers()]:
             dict([*biased.named_parameters(), *biased.named_buffers()])[name].copy_(value)
         for name, value in biased.named_parameters():
             if ".biases." in name:
-                value.copy_(torch.tensor([0.3, -0.3] if len(value) == 2 else [0.0])[:, None].expand_as(value))
+                value.copy_(
+                    torch.tensor([0.3, -0.3] if len(value) == 2 else [0.0])[:, None].expand_as(
+                        value
+                    )
+                )
     x = torch.randn(4, *shape)
     biased.eval(), plain.eval()
     assert torch.allclose(biased(x), plain(x), atol=1e-5)  # they add up to nothing
     with torch.no_grad():
         biased.columns[2].biases[max(biased.columns[2].biases)][1, 0] += 1  # type: ignore[union-attr, index, operator]
-    assert torch.allclose(biased(x)[:, 0], plain(x)[:, 0] + 1, atol=1e-5)  # of the last stage, which is the answer
+    assert torch.allclose(
+        biased(x)[:, 0], plain(x)[:, 0] + 1, atol=1e-5
+    )  # of the last stage, which is the answer

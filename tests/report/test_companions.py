@@ -16,25 +16,41 @@ import pytest
 from onepass.cli import main
 from onepass.learners import METHODS
 from onepass.metrics import Record
-from onepass.report.companions import Companion, Companions, Sizes, collect, document, formula, sizes
+from onepass.report.companions import (
+    Companion,
+    Companions,
+    Sizes,
+    collect,
+    document,
+    formula,
+    sizes,
+)
 from onepass.studies.recipe import Recipe, load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Provenance, Store
 
 TEST = np.array([[0.9, 0.1, 0.1], [0.7, 0.8, 0.1], [0.5, 0.75, 0.6]])  # forgets 0.4 and 0.05
-MEMORY = np.array([[1.0, np.nan, np.nan], [0.96, 0.98, np.nan], [0.92, 0.94, 0.9]])  # forgets 0.08 and 0.04
+MEMORY = np.array(
+    [[1.0, np.nan, np.nan], [0.96, 0.98, np.nan], [0.92, 0.94, 0.9]]
+)  # forgets 0.08 and 0.04
 VIOLATIONS = [0, *range(100, 1700, 100)]
 P = 269_322
 
 Make = Callable[[Record], Record]
 
 
-def recipe(methods: str, changes: list[str] | None = None, name: str = "permuted-mnist", seeds: int = 2) -> Recipe:
+def recipe(
+    methods: str, changes: list[str] | None = None, name: str = "permuted-mnist", seeds: int = 2
+) -> Recipe:
     one = [f"grids.{method}.learning_rate=0.1" for method in methods.split(",")]
-    return load(name, [*one, "grids.pi.strength=1", "grids.gem.margin=0", *(changes or [])], methods, seeds)
+    return load(
+        name, [*one, "grids.pi.strength=1", "grids.gem.margin=0", *(changes or [])], methods, seeds
+    )
 
 
-def made(folder: Path, asked: Recipe, make: dict[str, Make] | None = None, rows: int = 2, leave: int = 0) -> Path:
+def made(
+    folder: Path, asked: Recipe, make: dict[str, Make] | None = None, rows: int = 2, leave: int = 0
+) -> Path:
     """A study with the same record everywhere but for what `make` makes of it; without the last `leave` runs."""
     with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
         for name in asked.methods:
@@ -46,7 +62,9 @@ def made(folder: Path, asked: Recipe, make: dict[str, Make] | None = None, rows:
                 if leave and units is fleets[-1]:
                     units = units[:-leave]
                 change = (make or {}).get(name, same)
-                records = {unit.id: change(record(name, unit.seed, unit.hyperparameters)) for unit in units}
+                records = {
+                    unit.id: change(record(name, unit.seed, unit.hyperparameters)) for unit in units
+                }
                 if records:
                     store.add(records, Provenance("a processor", {}, ""))
     return folder
@@ -93,11 +111,15 @@ def rows(text: str, title: str) -> list[list[str]]:
     """The rows of the table below a title, cell by cell."""
     lines = text.splitlines()
     first = next(number for number, line in enumerate(lines) if title in line)
-    end = next((number for number in range(first, len(lines)) if not lines[number].strip()), len(lines))
+    end = next(
+        (number for number in range(first, len(lines)) if not lines[number].strip()), len(lines)
+    )
     return [line.split() for line in lines[first + 2 : end]]
 
 
-def test_forgetting_is_that_of_the_worst_task_on_test_sets_and_on_the_memory(tmp_path: Path) -> None:
+def test_forgetting_is_that_of_the_worst_task_on_test_sets_and_on_the_memory(
+    tmp_path: Path,
+) -> None:
     found = of(collect(made(tmp_path, recipe("a-gem"))), "a-gem").ours
     assert found["A_T"].mean == pytest.approx((0.5 + 0.75 + 0.6) / 3 - 0.05)
     assert found["F_T"].mean == pytest.approx((0.4 + 0.05) / 2)
@@ -163,7 +185,9 @@ def test_seconds_say_how_many_runs_shared_a_fleet(tmp_path: Path) -> None:
 
 
 def test_the_letters_of_the_formulas_are_those_of_the_papers_network() -> None:
-    assert sizes(load("permuted-mnist")) == Sizes(P=P, B=10, H=512, M=250, M_all=17 * 250, T=17, example=784)
+    assert sizes(load("permuted-mnist")) == Sizes(
+        P=P, B=10, H=512, M=250, M_all=17 * 250, T=17, example=784
+    )
     assert sizes(load("split-digits", ["hidden=[32]"])).P == 64 * 32 + 32 + 32 * 34 + 34
 
 
@@ -177,7 +201,9 @@ def test_the_letters_of_the_formulas_are_those_of_the_papers_network() -> None:
         ("a-gem", "2*P + B*H + M*H", 2 * P, (10 + 250) * 512, (10 + 4250) * 512),
     ],
 )
-def test_the_papers_formulas_are_evaluated_in_bytes(name: str, text: str, parameters: int, activations: int, with_whole_memory: int) -> None:
+def test_the_papers_formulas_are_evaluated_in_bytes(
+    name: str, text: str, parameters: int, activations: int, with_whole_memory: int
+) -> None:
     loaded = load("permuted-mnist")
     found = formula(loaded.paper.companions.state[name], sizes(loaded))
     assert found.text == text
@@ -192,7 +218,20 @@ def test_state_is_shown_in_parts_beside_the_formula(tmp_path: Path) -> None:
     assert state is not None
     assert (state.parameters, state.examples, state.rest) == (4 * P, 4250 * 784, 70_000)
     van, agem = rows(printed(folder), "bytes of state")[:2]
-    assert van == ["van", "1.08MB", "–", "–", "1.08MB", "1.08MB", "P", "+", "B*H", "1.08MB", "1.10MB", "1.10MB"]
+    assert van == [
+        "van",
+        "1.08MB",
+        "–",
+        "–",
+        "1.08MB",
+        "1.08MB",
+        "P",
+        "+",
+        "B*H",
+        "1.08MB",
+        "1.10MB",
+        "1.10MB",
+    ]
     assert agem[1:6] == ["1.08MB", "3.33MB", "70.0kB", "4.48MB", "1.08MB"]
     assert agem[6:] == ["2*P", "+", "B*H", "+", "M*H", "2.15MB", "2.69MB", "10.88MB"]
 
@@ -202,7 +241,10 @@ def test_a_recipe_without_published_numbers_prints_ours_alone(tmp_path: Path) ->
     text = printed(folder)
     assert "paper" not in text
     assert "formula" not in text
-    assert rows(text, "worst-case forgetting") == [["van", "56.7", "0.40", "–", "–"], ["a-gem", "56.7", "0.40", "92.0", "0.080"]]
+    assert rows(text, "worst-case forgetting") == [
+        ["van", "56.7", "0.40", "–", "–"],
+        ["a-gem", "56.7", "0.40", "92.0", "0.080"],
+    ]
     assert of(collect(folder), "a-gem").paper.state is None
 
 
@@ -217,10 +259,18 @@ def test_a_method_that_diverged_says_so_in_every_table(how: str, tmp_path: Path)
     lost: Make = (lambda one: diverged(one) if one.seed else one) if how == "a run" else diverged
     folder = made(tmp_path, recipe("van,gem,pi"), {"gem": lost, "pi": lost})
     text = printed(folder)
-    for title in ("worst-case forgetting", "GEM, S-GEM and A-GEM", "violations", "seconds of training", "bytes of state"):
+    for title in (
+        "worst-case forgetting",
+        "GEM, S-GEM and A-GEM",
+        "violations",
+        "seconds of training",
+        "bytes of state",
+    ):
         assert next(row for row in rows(text, title) if row[0] == "gem")[:2] == ["gem", "diverged"]
     assert f"gem diverged: {'1 of 2 runs' if how == 'a run' else how}" in text
-    assert ["paper", "diverged"] in rows(text, "worst-case forgetting"), "pi diverged in the paper, too"
+    assert ["paper", "diverged"] in rows(text, "worst-case forgetting"), (
+        "pi diverged in the paper, too"
+    )
     json.dumps(document(collect(folder)), allow_nan=False)
 
 
@@ -252,12 +302,24 @@ def test_json_has_what_the_tables_show(tmp_path: Path) -> None:
     for name, mine in found["methods"].items():
         ours, paper, state = mine["ours"], mine["paper"], mine["state"]
         worst = next(row for row in rows(text, "worst-case forgetting") if row[0] == name)
-        assert worst[1:3] == [f"{100 * ours['A_T']['mean']:.1f}", f"{ours['worst_forgetting']['mean']:.2f}"]
+        assert worst[1:3] == [
+            f"{100 * ours['A_T']['mean']:.1f}",
+            f"{ours['worst_forgetting']['mean']:.2f}",
+        ]
         time = next(row for row in rows(text, "seconds of training") if row[0] == name)
-        assert time[1:] == [f"{ours['seconds']['mean']:.1f}", "2", f"{mine['fleet_seconds']:.1f}", f"{paper['seconds']:.0f}", f"{mine['faster']:.3g}"]
+        assert time[1:] == [
+            f"{ours['seconds']['mean']:.1f}",
+            "2",
+            f"{mine['fleet_seconds']:.1f}",
+            f"{paper['seconds']:.0f}",
+            f"{mine['faster']:.3g}",
+        ]
         memory = next(row for row in rows(text, "bytes of state") if row[0] == name)
         assert memory[1] == f"{state['parameters'] / 1e6:.2f}MB"
-        assert memory[-3:] == [f"{paper['state'][key] / 1e6:.2f}MB" for key in ("terms_in_P", "all_terms", "all_terms_M_all")]
+        assert memory[-3:] == [
+            f"{paper['state'][key] / 1e6:.2f}MB"
+            for key in ("terms_in_P", "all_terms", "all_terms_M_all")
+        ]
         assert state["by_task"] == [4 * P] * 17
     gem = found["methods"]["gem"]
     violations = rows(text, "violations")
@@ -271,7 +333,18 @@ def test_parts_of_the_state_of_real_runs_are_what_they_are_called(tmp_path: Path
     grids = [f"grids.{name}.learning_rate=0.01" for name in ("van", "ewc", "a-gem")]
     changes = [word for change in [*grids, "grids.ewc.strength=1"] for word in ("--set", change)]
     with redirect_stdout(StringIO()), pytest.raises(SystemExit):
-        main(["run", "quickstart", "--methods", "van,ewc,a-gem", *small.split(), *changes, "--out", str(tmp_path)])
+        main(
+            [
+                "run",
+                "quickstart",
+                "--methods",
+                "van,ewc,a-gem",
+                *small.split(),
+                *changes,
+                "--out",
+                str(tmp_path),
+            ]
+        )
     found = collect(tmp_path)
     parts = {companion.method: companion.state for companion in found.methods}
     parameters = 64 * 8 + 8 + 8 * 10 + 10
@@ -281,9 +354,14 @@ def test_parts_of_the_state_of_real_runs_are_what_they_are_called(tmp_path: Path
     assert ewc is not None
     assert agem is not None
     assert (van.examples, van.rest) == (0, 0)
-    assert (ewc.examples, ewc.rest) == (0, 4 * 4 * parameters + 8)  # pull, anchor, Fisher information and squares; how many steps
+    assert (ewc.examples, ewc.rest) == (
+        0,
+        4 * 4 * parameters + 8,
+    )  # pull, anchor, Fisher information and squares; how many steps
     places = 170 + 1  # one is for what is thrown away
     reservoirs = 8 * (10 + 10 * 2 + 1)  # how many each class has seen, and where they lie
     assert agem.examples == 170 * 64
-    assert agem.rest == 64 + 16 * places + reservoirs + 8 * 3  # where a task begins, how much it has, and violations
+    assert (
+        agem.rest == 64 + 16 * places + reservoirs + 8 * 3
+    )  # where a task begins, how much it has, and violations
     assert agem.by_task == [agem.total] * 17

@@ -36,25 +36,50 @@ def test_a_population_deviation_over_ten_runs_says_more_than_over_five() -> None
     assert judge([0.5], [0.5099, 0.01], 10, 0.0) == "differs"  # 2 · 0.01/√9
 
 
-@pytest.mark.parametrize(("metric", "margin"), [("A_T", 0.015), ("F_T", 0.03), ("worst_forgetting", 0.03), ("LCA_10_trapezoid", 0.02)])
+@pytest.mark.parametrize(
+    ("metric", "margin"),
+    [("A_T", 0.015), ("F_T", 0.03), ("worst_forgetting", 0.03), ("LCA_10_trapezoid", 0.02)],
+)
 def test_close_has_a_margin_for_each_metric(metric: str, margin: float) -> None:
     assert judge([0.5], [0.5 + margin], 5, verify.CLOSE[metric]) == "close"
     assert judge([0.5], [0.5 + margin + 1e-6], 5, verify.CLOSE[metric]) == "differs"
 
 
-def made(folder: Path, monkeypatch: pytest.MonkeyPatch, published: Any, accuracy: float = 0.5, **more: Any) -> verify.Verification:
+def made(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    published: Any,
+    accuracy: float = 0.5,
+    **more: Any,
+) -> verify.Verification:
     """The verdicts on a study of one method that got `accuracy` everywhere, if the paper had published that."""
     monkeypatch.setattr(
-        verify, "from_stored", lambda stored: Recipe(**stored, summary="", paper=Paper(published={"van": published} if published else {}))
+        verify,
+        "from_stored",
+        lambda stored: Recipe(
+            **stored, summary="", paper=Paper(published={"van": published} if published else {})
+        ),
     )
     units = [*cross_validation(RECIPE, "van"), *evaluation(RECIPE, "van", {"learning_rate": 0.3})]
-    missing, failed, diverged = more.get("missing", 0), more.get("failed"), more.get("diverged", False)
-    with Store.write_to(folder, create={"recipe": RECIPE.stored() | more.get("recipe", {})}) as store:
+    missing, failed, diverged = (
+        more.get("missing", 0),
+        more.get("failed"),
+        more.get("diverged", False),
+    )
+    with Store.write_to(
+        folder, create={"recipe": RECIPE.stored() | more.get("recipe", {})}
+    ) as store:
         store.plan([units])
         a = np.full((3, 3), accuracy)
         done = units[: len(units) - missing] if failed is None else units[: len(units) - 5]
         store.add(
-            {unit.id: Record(unit.seed, unit.hyperparameters, a, a[0], a, None, None, 1.0, 1, diverged) for unit in done}, Provenance("", {}, "")
+            {
+                unit.id: Record(
+                    unit.seed, unit.hyperparameters, a, a[0], a, None, None, 1.0, 1, diverged
+                )
+                for unit in done
+            },
+            Provenance("", {}, ""),
         )
         if failed:
             store.fail([unit.id for unit in units[-5:]], failed)
@@ -71,15 +96,30 @@ def seen(found: verify.Verification) -> str:
     return text.getvalue()
 
 
-def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]})
-    assert judgements(found) == {"A_T": "reproduced", "F_T": "close", "worst_forgetting": "not published", "LCA_10_trapezoid": "differs"}
+def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = made(
+        tmp_path, monkeypatch, {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]}
+    )
+    assert judgements(found) == {
+        "A_T": "reproduced",
+        "F_T": "close",
+        "worst_forgetting": "not published",
+        "LCA_10_trapezoid": "differs",
+    }
     assert not found.accepted
 
 
-def test_a_difference_is_accepted_only_if_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownDifference(recipe="quickstart", method="van", metric="A_T", explanation="why", experiment="how")
-    monkeypatch.setattr(verify, "known_differences", lambda name: [known] if name == "quickstart" else [])
+def test_a_difference_is_accepted_only_if_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = KnownDifference(
+        recipe="quickstart", method="van", metric="A_T", explanation="why", experiment="how"
+    )
+    monkeypatch.setattr(
+        verify, "known_differences", lambda name: [known] if name == "quickstart" else []
+    )
     assert made(tmp_path / "a", monkeypatch, {"A_T": [0.9, 0.01]}).accepted
     assert not made(tmp_path / "b", monkeypatch, {"A_T": [0.9, 0.01], "F_T": [0.9, 0.01]}).accepted
 
@@ -98,36 +138,55 @@ def test_a_difference_is_accepted_only_if_it_is_known(tmp_path: Path, monkeypatc
         ({"A_T": [0.5, 0.01]}, {"failed": "OutOfMemoryError: too large"}, "differs"),
     ],
 )
-def test_failures_are_results_too(published: Any, ours: dict[str, Any], judgement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_results_too(
+    published: Any,
+    ours: dict[str, Any],
+    judgement: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = made(tmp_path, monkeypatch, published, **ours)
     assert list(judgements(found).values()) == [judgement]
     assert found.accepted == (judgement == "reproduced")
 
 
-def test_a_study_that_is_not_finished_is_not_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_is_not_finished_is_not_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder, published in (("a", {"A_T": [0.5, 0.01]}), ("b", None), ("c", "diverged")):
         found = made(tmp_path / folder, monkeypatch, published, missing=1)
         assert list(judgements(found).values()) == ["unfinished"]
         assert not found.accepted
 
 
-def test_published_numbers_are_not_for_a_changed_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_numbers_are_not_for_a_changed_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, recipe={"memory_per_task": 7})
     assert judgements(found) == {"–": "not published"}
     assert found.changes == ["memory_per_task=7"]
     assert not found.accepted
-    assert "nothing was compared: the paper's numbers are not for this study, which has memory_per_task=7" in seen(found)
+    assert (
+        "nothing was compared: the paper's numbers are not for this study, which has memory_per_task=7"
+        in seen(found)
+    )
 
 
 @pytest.mark.parametrize("published", [None, {}, {"violations": [3.0]}])
-def test_a_study_without_published_numbers_is_not_accepted(published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_without_published_numbers_is_not_accepted(
+    published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = made(tmp_path, monkeypatch, published)
     assert set(judgements(found).values()) == {"not published"}
     assert not found.accepted
-    assert "nothing was compared: the recipe has no published numbers for these methods" in seen(found)
+    assert "nothing was compared: the recipe has no published numbers for these methods" in seen(
+        found
+    )
 
 
-def test_one_number_that_is_compared_is_enough_to_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_number_that_is_compared_is_enough_to_accept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]})
     assert list(judgements(found).values()).count("not published") > 0
     assert found.accepted
@@ -136,10 +195,9 @@ def test_one_number_that_is_compared_is_enough_to_accept(tmp_path: Path, monkeyp
 
 def test_fewer_seeds_methods_and_grid_points_are_no_change_of_the_recipe() -> None:
     assert load("permuted-mnist", ["grids.van.learning_rate=0.03"], "van", 3).changes() == []
-    assert load("permuted-mnist", ["train_examples=1000", "options.a-gem.reference_batch=7"], "a-gem").changes() == [
-        "train_examples=1000",
-        "options.a-gem.reference_batch=7",
-    ]
+    assert load(
+        "permuted-mnist", ["train_examples=1000", "options.a-gem.reference_batch=7"], "a-gem"
+    ).changes() == ["train_examples=1000", "options.a-gem.reference_batch=7"]
 
 
 def test_the_file_of_known_differences_names_recipes_methods_and_metrics_that_exist() -> None:

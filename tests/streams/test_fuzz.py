@@ -27,8 +27,13 @@ from onepass.streams import cifar, digits, mnist
 
 CLASSES, SIDE, EACH = 3, 4, {"train": 2, "test": 1}
 NUMBERS = 3 * SIDE * SIDE
-LABELS = {part: [label for label in range(CLASSES) for _ in range(each)] for part, each in EACH.items()}
-PLANES = {part: np.random.default_rng(0).integers(0, 256, (len(labels), NUMBERS), np.uint8) for part, labels in LABELS.items()}
+LABELS = {
+    part: [label for label in range(CLASSES) for _ in range(each)] for part, each in EACH.items()
+}
+PLANES = {
+    part: np.random.default_rng(0).integers(0, 256, (len(labels), NUMBERS), np.uint8)
+    for part, labels in LABELS.items()
+}
 PROTOCOLS = (None, 0, 1, 2, 3, 4, 5)
 
 
@@ -60,7 +65,9 @@ def _digits(folder: Path) -> None:
 
 def _python(part: str, protocol: int | None) -> bytes:
     if protocol is None:
-        return pickled_by_python_2(PLANES[part], LABELS[part]).replace(b"J" + struct.pack("<i", 3072), b"J" + struct.pack("<i", NUMBERS))
+        return pickled_by_python_2(PLANES[part], LABELS[part]).replace(
+            b"J" + struct.pack("<i", 3072), b"J" + struct.pack("<i", NUMBERS)
+        )
     return pickled(PLANES[part], LABELS[part], protocol)
 
 
@@ -95,18 +102,36 @@ def _with_checksums(content: bytes) -> bytes:
 def _readers() -> dict[str, Reader]:
     binary = {f"{part}.bin": records(PLANES[part], LABELS[part]) for part in EACH}
     python = {protocol: {part: _python(part, protocol) for part in EACH} for protocol in PROTOCOLS}
-    images = {f"{part}/{label}/{i}.png": _png(PLANES[part][i]) for part in EACH for i, label in enumerate(LABELS[part])}
-    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28) + PLANES["train"].tobytes().ljust(2 * 28 * 28, b"x")
+    images = {
+        f"{part}/{label}/{i}.png": _png(PLANES[part][i])
+        for part in EACH
+        for i, label in enumerate(LABELS[part])
+    }
+    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28) + PLANES["train"].tobytes().ljust(
+        2 * 28 * 28, b"x"
+    )
     table = digits._file().read_bytes()
     tars = {"binary": _tar("binary", binary), "python": _tar("python", python[None])}
     made = {
         "idx": Reader({"train-images-idx3-ubyte": idx}, "train-images-idx3-ubyte", _idx),
-        "gzipped idx": Reader({"train-images-idx3-ubyte.gz": gzip.compress(idx)}, "train-images-idx3-ubyte.gz", _idx),
-        "idx, gzipped then": Reader({"train-images-idx3-ubyte.gz": idx}, "train-images-idx3-ubyte.gz", _idx, gzip.compress),
+        "gzipped idx": Reader(
+            {"train-images-idx3-ubyte.gz": gzip.compress(idx)}, "train-images-idx3-ubyte.gz", _idx
+        ),
+        "idx, gzipped then": Reader(
+            {"train-images-idx3-ubyte.gz": idx}, "train-images-idx3-ubyte.gz", _idx, gzip.compress
+        ),
         "digits": Reader({"digits.csv.gz": table}, "digits.csv.gz", _digits),
-        "digits, gzipped then": Reader({"digits.csv.gz": gzip.decompress(table)}, "digits.csv.gz", _digits, lambda c: gzip.compress(c, 1)),
+        "digits, gzipped then": Reader(
+            {"digits.csv.gz": gzip.decompress(table)},
+            "digits.csv.gz",
+            _digits,
+            lambda c: gzip.compress(c, 1),
+        ),
         "binary": Reader(binary, "train.bin", _cifar),
-        **{f"pickle of protocol {protocol}": Reader(files, "train", _cifar) for protocol, files in python.items()},
+        **{
+            f"pickle of protocol {protocol}": Reader(files, "train", _cifar)
+            for protocol, files in python.items()
+        },
         "image": Reader(images, "train/1/2.png", _cifar),
         "image, checksums then": Reader(images, "train/1/2.png", _cifar, _with_checksums),
     }
@@ -126,7 +151,16 @@ def _shrink(folder: Path) -> None:
     """A small CIFAR-100, and no checksum in the way. In a process of its own."""
     right = SimpleNamespace(hexdigest=lambda: "right")
     replaced: list[tuple[Any, dict[str, Any]]] = [
-        (cifar, {"CLASSES": CLASSES, "SIDE": SIDE, "PIXELS": SIDE * SIDE, "EACH": EACH, "file_digest": lambda *_: right}),
+        (
+            cifar,
+            {
+                "CLASSES": CLASSES,
+                "SIDE": SIDE,
+                "PIXELS": SIDE * SIDE,
+                "EACH": EACH,
+                "file_digest": lambda *_: right,
+            },
+        ),
         (cifar, {"ARCHIVES": dict.fromkeys(cifar.ARCHIVES, "right")}),
         (mnist, {"FILES": dict.fromkeys(mnist.FILES, ("right", "right")), "md5": lambda _: right}),
         (digits, {"_file": lambda: folder / "digits.csv.gz"}),
@@ -170,7 +204,9 @@ def test_a_damaged_file_is_refused_by_a_sentence_or_read(name: str, tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
-def test_very_many_damaged_files_are_refused_by_a_sentence_or_read(name: str, tmp_path: Path) -> None:
+def test_very_many_damaged_files_are_refused_by_a_sentence_or_read(
+    name: str, tmp_path: Path
+) -> None:
     kind = next(kind for kind in KINDS if kind in name)
     forms = sum(next(one for one in KINDS if one in other) == kind for other in READERS)
     assert set(_outcomes(READERS[name], tmp_path, 1, -(-MANY // forms))) <= {"right", "refused"}

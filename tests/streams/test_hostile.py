@@ -47,7 +47,15 @@ def test_a_pickle_is_refused_in_little_memory_whatever_it_asks_for(tmp_path: Pat
     assert in_a_process(outcomes, 2 * LITTLE) == [f"{name}: refused" for name in PROGRAMS]
 
 
-@pytest.mark.parametrize("name", ["cifar-100-binary/train.bin", "cifar-100-python/train", "cifar-100-binary.tar.gz", "cifar-100-python.tar.gz"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cifar-100-binary/train.bin",
+        "cifar-100-python/train",
+        "cifar-100-binary.tar.gz",
+        "cifar-100-python.tar.gz",
+    ],
+)
 def test_a_file_of_a_terabyte_is_not_read(name: str, tmp_path: Path) -> None:
     sparse(tmp_path / name, 2**40)
     if "tar" not in name:
@@ -82,9 +90,24 @@ def idx(*shape: int, content: bytes = b"") -> bytes:
         b"",
         b"no gzip",
     ],
-    ids=["parts", "bomb", "truncated", "more", "terabytes", "too-few", "too-many", "dimensions", "floats", "nothing", "empty", "plain"],
+    ids=[
+        "parts",
+        "bomb",
+        "truncated",
+        "more",
+        "terabytes",
+        "too-few",
+        "too-many",
+        "dimensions",
+        "floats",
+        "nothing",
+        "empty",
+        "plain",
+    ],
 )
-def test_an_idx_file_that_is_none_is_refused_though_its_checksum_is_right(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idx_file_that_is_none_is_refused_though_its_checksum_is_right(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "train-images-idx3-ubyte"
     monkeypatch.setitem(mnist.FILES, name, (md5(content).hexdigest(), ""))
     (tmp_path / f"{name}.gz").write_bytes(content)
@@ -121,7 +144,11 @@ def packed(*members: tuple[str, bytes | None, bytes]) -> bytes:
     with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, content, kind in members:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname, member.size = kind, name, 2**40 if content is None else len(content)
+            member.type, member.linkname, member.size = (
+                kind,
+                name,
+                2**40 if content is None else len(content),
+            )
             made.write(member.tobuf(tarfile.GNU_FORMAT))
             made.write((content or b"").ljust(-(-len(content or b"") // 512) * 512, b"\0"))
             archive.offset = made.tell()
@@ -149,7 +176,22 @@ WANTED = "cifar-100-binary/train.bin"
         b"no archive" * 1000,
         b"",
     ],
-    ids=["huge", "huge-other", "long-name", "pax", "pax-chain", "symlink", "link", "device", "fifo", "folder", "outside", "zeros", "none", "empty"],
+    ids=[
+        "huge",
+        "huge-other",
+        "long-name",
+        "pax",
+        "pax-chain",
+        "symlink",
+        "link",
+        "device",
+        "fifo",
+        "folder",
+        "outside",
+        "zeros",
+        "none",
+        "empty",
+    ],
 )
 def test_an_archive_is_refused_whatever_is_in_it_though_its_checksum_is_right(
     archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +201,9 @@ def test_an_archive_is_refused_whatever_is_in_it_though_its_checksum_is_right(
     path.write_bytes(content)
     monkeypatch.setitem(cifar.ARCHIVES, path.name, md5(content).hexdigest())
     del archive, content
-    assert in_a_process(lambda: [outcome(lambda: cifar.read(tmp_path), InputError)], 2 * LITTLE) == ["refused"]
+    assert in_a_process(
+        lambda: [outcome(lambda: cifar.read(tmp_path), InputError)], 2 * LITTLE
+    ) == ["refused"]
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
@@ -192,7 +236,11 @@ def test_holes_in_an_archive_are_not_filled(form: int, tmp_path: Path) -> None:
 
 def test_no_more_of_an_archive_is_unpacked_than_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "some.tgz"
-    path.write_bytes(gzip.compress(packed(("a", b"1" * 5000, tarfile.REGTYPE), ("b", b"2" * 5000, tarfile.REGTYPE))))
+    path.write_bytes(
+        gzip.compress(
+            packed(("a", b"1" * 5000, tarfile.REGTYPE), ("b", b"2" * 5000, tarfile.REGTYPE))
+        )
+    )
     assert list(archives.members(path, {"b"}, 20_000)) == [("b", b"2" * 5000)]
     with pytest.raises(archives.DamagedError, match="more than 8000 bytes"):
         list(archives.members(path, {"a", "b"}, 8000))
@@ -210,6 +258,10 @@ def test_text_in_an_image_is_not_unpacked(tmp_path: Path) -> None:
     text = b"Comment\0\0" + zlib.compress(bytes(2**24))
     start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 2, 0, 0, 0))
     path = tmp_path / "image.png"
-    path.write_bytes(start + chunk(b"zTXt", text) * 3 + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    path.write_bytes(
+        start + chunk(b"zTXt", text) * 3 + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    )
     pytest.importorskip("PIL.Image")
-    assert in_a_process(lambda: [outcome(lambda: cifar._image(path), InputError)], 2**26) == ["right"]
+    assert in_a_process(lambda: [outcome(lambda: cifar._image(path), InputError)], 2**26) == [
+        "right"
+    ]

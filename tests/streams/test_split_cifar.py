@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.streams import STREAMS, cifar
 from onepass.streams.base import Part
@@ -35,7 +36,9 @@ def test_the_mean_of_every_channel_may_be_subtracted_instead(folder: str) -> Non
 
 def test_the_mean_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar, "PIXELS", 4)
-    bright = np.full((66_000, 12), 255, np.uint8)  # sums beyond 2²⁴, where single precision leaves out whole numbers
+    bright = np.full(
+        (66_000, 12), 255, np.uint8
+    )  # sums beyond 2²⁴, where single precision leaves out whole numbers
     bright[0] = 254
     for kind in ("image", "channel"):
         assert set(cifar.mean(bright, kind).tolist()) == {float(np.float32(1 - 1 / (255 * 66_000)))}
@@ -47,10 +50,15 @@ def test_another_mean_is_refused_with_a_sentence(folder: str) -> None:
 
 
 def classes_of(stream: cifar.SplitCifar, part: Part, seed: int) -> list[set[int]]:
-    return [set((task.slot_of_class >= 0).nonzero().flatten().tolist()) for task in stream.tasks(part, seed)]
+    return [
+        set((task.slot_of_class >= 0).nonzero().flatten().tolist())
+        for task in stream.tasks(part, seed)
+    ]
 
 
-def test_the_first_fifteen_classes_are_for_cross_validation_and_seeds_shuffle_the_others(folder: str) -> None:
+def test_the_first_fifteen_classes_are_for_cross_validation_and_seeds_shuffle_the_others(
+    folder: str,
+) -> None:
     stream = cifar.SplitCifar(cifar.Options(), folder)
     found = {part: [classes_of(stream, part, seed) for seed in range(5)] for part in PARTS}
     assert [len(tasks) for part in PARTS for tasks in found[part]] == [3] * 5 + [17] * 5
@@ -67,7 +75,9 @@ def test_a_task_has_the_examples_of_its_classes_and_a_head_of_its_own(folder: st
             assert (len(task.train), len(task.test)) == (10, 5)
             assert task.train.max() < stream.pool.training <= task.test.min()
             for index in (task.train, task.test):
-                assert set(task.slot_of_class[stream.pool.classes[index]].tolist()) == set(range(5 * k, 5 * k + 5))
+                assert set(task.slot_of_class[stream.pool.classes[index]].tolist()) == set(
+                    range(5 * k, 5 * k + 5)
+                )
             assert task.permutation is None
 
 
@@ -81,7 +91,10 @@ def test_fewer_examples_a_task_may_be_used_and_more_are_refused(folder: str) -> 
 def test_the_size_of_a_network_for_split_cifar_is_known_without_its_data(folder: str) -> None:
     entry = STREAMS["split-cifar"]
     stream = entry.make(entry.options(), folder)
-    assert (entry.inputs, entry.outputs) == (stream.pool.x.shape[1], stream.slots("ev").count)
+    assert (entry.inputs, entry.outputs) == (
+        stream.pool.x.shape[1],
+        Slots(stream.heads("ev")).count,
+    )
     assert entry.own_classes
 
 
@@ -101,7 +114,9 @@ def test_the_channels_of_cifar_have_the_means_that_everybody_knows(real: cifar.S
 
 
 def test_a_task_of_cifar_has_2500_training_and_500_test_examples(real: cifar.SplitCifar) -> None:
-    assert {(len(task.train), len(task.test)) for part in PARTS for task in real.tasks(part, 0)} == {(2500, 500)}
+    assert {
+        (len(task.train), len(task.test)) for part in PARTS for task in real.tasks(part, 0)
+    } == {(2500, 500)}
 
 
 def test_the_authors_class_orders_are_numpys_for_their_seeds(folder: str) -> None:
@@ -115,13 +130,15 @@ def test_the_authors_class_orders_are_numpys_for_their_seeds(folder: str) -> Non
 
 def test_tasks_may_have_fewer_classes(folder: str) -> None:
     stream = cifar.SplitCifar(cifar.Options(classes_per_task=2), folder)
-    assert stream.slots("ev").count == 34
+    assert Slots(stream.heads("ev")).count == 34
     assert {len(classes) for part in PARTS for classes in classes_of(stream, part, 0)} == {2}
     assert set.union(*classes_of(stream, "cv", 0)) == set(range(6))
     assert set.union(*classes_of(stream, "ev", 0)) == set(range(6, 40))
 
 
 @pytest.mark.parametrize("wrong", [{"class_order": "authros"}, {"classes_per_task": 6}])
-def test_other_orders_and_too_many_classes_a_task_are_refused(wrong: dict[str, Any], folder: str) -> None:
+def test_other_orders_and_too_many_classes_a_task_are_refused(
+    wrong: dict[str, Any], folder: str
+) -> None:
     with pytest.raises(InputError, match="class"):
         cifar.SplitCifar(cifar.Options(**wrong), folder)

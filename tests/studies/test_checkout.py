@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not 
 
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-    return subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -52,12 +54,16 @@ def test_a_clean_checkout_is_its_commit_and_a_changed_one_has_a_plus(package: Pa
         change()
         assert checkout.revision(package) == head(package) + "+"
         git(package, "add", "-A")
-        assert checkout.revision(package) == head(package) + "+", "what is only staged is a change, too"
+        assert checkout.revision(package) == head(package) + "+", (
+            "what is only staged is a change, too"
+        )
         git(package, "commit", "-qm", "next")
         assert checkout.revision(package) == head(package)
 
 
-def test_packed_references_detached_heads_and_further_working_trees_are_read(package: Path, tmp_path: Path) -> None:
+def test_packed_references_detached_heads_and_further_working_trees_are_read(
+    package: Path, tmp_path: Path
+) -> None:
     expected = head(package)
     git(package, "pack-refs", "--all")
     git(package, "gc", "-q")
@@ -76,17 +82,29 @@ def test_nothing_that_the_repository_configures_is_run(package: Path, tmp_path: 
     git(package, "add", "-A")
     git(package, "commit", "-qm", "attributes")
     commit = head(package)
-    keys = ["core.fsmonitor", "filter.mine.clean", "filter.mine.process", "diff.mine.textconv", "diff.external", "core.pager", "core.sshCommand"]
+    keys = [
+        "core.fsmonitor",
+        "filter.mine.clean",
+        "filter.mine.process",
+        "diff.mine.textconv",
+        "diff.external",
+        "core.pager",
+        "core.sshCommand",
+    ]
     for key in keys:
         git(package, "config", key, str(program))
     (package / "errors.py").write_text("one = 4\n")
     assert checkout.revision(package) == commit + "+"
     assert not (tmp_path / "ran").exists()
-    subprocess.run(["git", "-C", str(package), "status", "--porcelain"], capture_output=True, check=False)
+    subprocess.run(
+        ["git", "-C", str(package), "status", "--porcelain"], capture_output=True, check=False
+    )
     assert (tmp_path / "ran").exists(), "git status runs it: this test shows what it says"
 
 
-def test_missing_objects_are_not_fetched_by_a_program_of_the_repository(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_objects_are_not_fetched_by_a_program_of_the_repository(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A partial clone fetches what it lacks from a remote, whose address may be a command."""
     root, commit = package.parents[1], git(package, "rev-parse", "HEAD")
     tree = git(package, "rev-parse", "HEAD:src/onepass")
@@ -103,11 +121,15 @@ def test_missing_objects_are_not_fetched_by_a_program_of_the_repository(package:
     monkeypatch.setenv("GIT_DIR", str(root / ".git"))
     assert checkout.revision(package) is None
     assert not (tmp_path / "ran").exists()
-    subprocess.run(["git", "-C", str(root), "ls-tree", "-r", commit], capture_output=True, check=False)
+    subprocess.run(
+        ["git", "-C", str(root), "ls-tree", "-r", commit], capture_output=True, check=False
+    )
     assert (tmp_path / "ran").exists(), "git ls-tree runs it: this test shows what it says"
 
 
-@pytest.mark.parametrize("harm", ["name", "brackets", "head", "no git", "place", "commit", "gitdir", "pipe", "device"])
+@pytest.mark.parametrize(
+    "harm", ["name", "brackets", "head", "no git", "place", "commit", "gitdir", "pipe", "device"]
+)
 def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path) -> None:
     root = package.parents[1]
     if harm == "name":
@@ -127,7 +149,9 @@ def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path
         (root / ".git").write_bytes(b"\xff\0")
     else:
         (root / ".git" / "HEAD").unlink()
-        os.mkfifo(root / ".git" / "HEAD") if harm == "pipe" else (root / ".git" / "HEAD").symlink_to("/dev/zero")
+        os.mkfifo(root / ".git" / "HEAD") if harm == "pipe" else (
+            root / ".git" / "HEAD"
+        ).symlink_to("/dev/zero")
     with limited(10):
         assert checkout.revision(package) is None
 

@@ -44,11 +44,29 @@ class Interrupting(Checkpoints):
 
 
 def runs(name: str, count: int) -> list[Run]:
-    return [Run(seed, dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.2}) for seed in range(count)]
+    return [
+        Run(seed, dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.2})
+        for seed in range(count)
+    ]
 
 
-def learn(name: str, keeper: Checkpoints | None, count: int = 3, ragged: bool = True, setup: Setup = SETUP, device: str = "cpu") -> list[Record]:
-    return train(ToyStream(ragged), "ev", METHODS[name], runs(name, count), setup, keeper=keeper, device=device)
+def learn(
+    name: str,
+    keeper: Checkpoints | None,
+    count: int = 3,
+    ragged: bool = True,
+    setup: Setup = SETUP,
+    device: str = "cpu",
+) -> list[Record]:
+    return train(
+        ToyStream(ragged),
+        "ev",
+        METHODS[name],
+        runs(name, count),
+        setup,
+        keeper=keeper,
+        device=device,
+    )
 
 
 def assert_same(found: list[Record], expected: list[Record]) -> None:
@@ -59,7 +77,9 @@ def assert_same(found: list[Record], expected: list[Record]) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_a_run_that_is_interrupted_anywhere_ends_bit_identical(name: str, count: int, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_anywhere_ends_bit_identical(
+    name: str, count: int, tmp_path: Path
+) -> None:
     expected = learn(name, None, count)
     for stop in (2, 5):  # between tasks and in the middle of one
         folder = tmp_path / str(stop)
@@ -74,13 +94,17 @@ def test_a_run_resumes_on_a_gpu(name: str, tmp_path: Path) -> None:
     expected = learn(name, None, device="cuda")
     with pytest.raises(StopHereError):
         learn(name, Interrupting(tmp_path, every=3, after=5), device="cuda")
-    for found, whole in zip(learn(name, Checkpoints(tmp_path, "fleet", every=3), device="cuda"), expected, strict=True):
-        assert found.accuracy == pytest.approx(whole.accuracy, abs=0.05, nan_ok=True)  # sums on a GPU need not repeat bit by bit
+    for found, whole in zip(
+        learn(name, Checkpoints(tmp_path, "fleet", every=3), device="cuda"), expected, strict=True
+    ):
+        assert found.accuracy == pytest.approx(
+            whole.accuracy, abs=0.05, nan_ok=True
+        )  # sums on a GPU need not repeat bit by bit
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_parameters_are_bit_identical(name: str, tmp_path: Path) -> None:
-    """Records could agree by luck: compare the last checkpoints themselves."""
+    """Records could agree by chance: compare the last checkpoints themselves."""
     learn(name, Checkpoints(tmp_path / "whole", "fleet", every=3))
     for stop in range(1, 12, 3):
         try:
@@ -104,11 +128,21 @@ def assert_same_parameters(one: Path, other: Path) -> None:
             assert torch.equal(tensor[:, :-1], cut.tensors[key][:, :-1])
 
 
-def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_were(tmp_path: Path) -> None:
+def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_were(
+    tmp_path: Path,
+) -> None:
     """With a reference batch of the whole memory there is nothing to draw, and a wrong step number would go unnoticed."""
 
     def go(keeper: Checkpoints | None) -> list[Record]:
-        return train(ToyStream(), "ev", METHODS["a-gem"], runs("a-gem", 2), SETUP, Reference(reference_batch=3), keeper=keeper)
+        return train(
+            ToyStream(),
+            "ev",
+            METHODS["a-gem"],
+            runs("a-gem", 2),
+            SETUP,
+            Reference(reference_batch=3),
+            keeper=keeper,
+        )
 
     expected = go(None)
     go(Checkpoints(tmp_path / "whole", "fleet", every=2))
@@ -121,7 +155,15 @@ def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_
 
 def test_a_fisher_estimate_that_is_half_done_goes_on(tmp_path: Path) -> None:
     def go(keeper: Checkpoints | None) -> list[Record]:
-        return train(ToyStream(), "ev", METHODS["ewc"], runs("ewc", 2), SETUP, ewc.Options(fisher="moving-average", fisher_every=4), keeper=keeper)
+        return train(
+            ToyStream(),
+            "ev",
+            METHODS["ewc"],
+            runs("ewc", 2),
+            SETUP,
+            ewc.Options(fisher="moving-average", fisher_every=4),
+            keeper=keeper,
+        )
 
     go(Checkpoints(tmp_path / "whole", "fleet", every=3))
     with pytest.raises(StopHereError):
@@ -133,7 +175,9 @@ def test_a_fisher_estimate_that_is_half_done_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["ring", "reservoir", "class-reservoir"])
 @pytest.mark.parametrize("current", [False, True])
 def test_every_kind_of_memory_resumes(policy: str, current: bool, tmp_path: Path) -> None:
-    setup = replace(SETUP, memory=policy, memory_includes_current_task=current, memory_with_replacement=current)  # type: ignore[arg-type]
+    setup = replace(
+        SETUP, memory=policy, memory_includes_current_task=current, memory_with_replacement=current
+    )  # type: ignore[arg-type]
     expected = learn("a-gem", None, setup=setup)
     with pytest.raises(StopHereError):
         learn("a-gem", Interrupting(tmp_path, every=4, after=3), setup=setup)
@@ -153,7 +197,9 @@ def test_a_diverged_row_stays_diverged_after_resuming(tmp_path: Path) -> None:
     assert_same(go(Checkpoints(tmp_path, "fleet", every=4)), expected)
 
 
-def test_checkpoints_nobody_asked_for_cost_half_a_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_nobody_asked_for_cost_half_a_percent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     keeper = Checkpoints(tmp_path, "fleet")
@@ -179,7 +225,12 @@ def test_checkpoints_nobody_asked_for_cost_half_a_percent(tmp_path: Path, monkey
     assert keeper.due(0, 0)
 
 
-SNAPSHOT = Snapshot(1, 4, {"theta": torch.arange(12.0).view(3, 4), "alive": torch.tensor([True, False])}, {"seconds": 0.1})
+SNAPSHOT = Snapshot(
+    1,
+    4,
+    {"theta": torch.arange(12.0).view(3, 4), "alive": torch.tensor([True, False])},
+    {"seconds": 0.1},
+)
 
 
 def kept(folder: Path) -> list[str]:
@@ -190,7 +241,12 @@ def test_the_last_two_are_kept_and_nothing_temporary_is_left(tmp_path: Path) -> 
     keeper = Checkpoints(tmp_path, "fleet")
     for batches in (4, 8, 12):
         keeper.keep(replace(SNAPSHOT, batches=batches))
-    assert kept(tmp_path) == ["0001-00000008.json", "0001-00000008.safetensors", "0001-00000012.json", "0001-00000012.safetensors"]
+    assert kept(tmp_path) == [
+        "0001-00000008.json",
+        "0001-00000008.safetensors",
+        "0001-00000012.json",
+        "0001-00000012.safetensors",
+    ]
 
 
 def two(folder: Path) -> Checkpoints:
@@ -235,7 +291,10 @@ def rewrite(folder: Path, **changes: object) -> None:
         (lambda folder: (folder / "0001-00000008.json").write_bytes(b"[" * 100_000), "damaged"),
         (other_configuration, "another configuration"),
         (other_format, "its format is 99"),
-        (lambda folder: rewrite(folder, software="another version"), "it was made with another version"),
+        (
+            lambda folder: rewrite(folder, software="another version"),
+            "it was made with another version",
+        ),
     ],
 )
 def test_a_bad_checkpoint_is_refused_with_its_reason_and_the_one_before_is_used(
@@ -257,7 +316,12 @@ def test_new_checkpoints_replace_refused_ones(tmp_path: Path) -> None:
     assert keeper.last() is None
     keeper.keep(replace(SNAPSHOT, batches=1))
     keeper.keep(replace(SNAPSHOT, batches=2))
-    assert kept(tmp_path) == ["0001-00000001.json", "0001-00000001.safetensors", "0001-00000002.json", "0001-00000002.safetensors"]
+    assert kept(tmp_path) == [
+        "0001-00000001.json",
+        "0001-00000001.safetensors",
+        "0001-00000002.json",
+        "0001-00000002.safetensors",
+    ]
 
 
 def test_without_a_sound_checkpoint_there_is_none(tmp_path: Path) -> None:
@@ -270,17 +334,47 @@ def test_without_a_sound_checkpoint_there_is_none(tmp_path: Path) -> None:
 # ---- checkpoints that were written to deceive: their hashes and checksums are right
 
 
-BAD: tuple[object, ...] = (None, True, -1, 10**9, 10**400, 0.5, "x", [], [[]], {}, {"grown": 10**6}, [None, None, None], [[-1], [-1], [-1]])
+BAD: tuple[object, ...] = (
+    None,
+    True,
+    -1,
+    10**9,
+    10**400,
+    0.5,
+    "x",
+    [],
+    [[]],
+    {},
+    {"grown": 10**6},
+    [None, None, None],
+    [[-1], [-1], [-1]],
+)
 
 
 def crafted(sound: Snapshot) -> list[tuple[str, Snapshot]]:
     """A snapshot with any number, and any tensor, replaced or taken away."""
-    made = [(f"{key}={bad!r:.20}", replace(sound, **{key: bad})) for key in ("phase", "batches", "numbers") for bad in BAD]  # type: ignore[arg-type]
-    made += [(f"{key}={value}", replace(sound, **{key: value})) for key, value in (("phase", 3), ("batches", 400))]  # type: ignore[arg-type]
+    made = [
+        (f"{key}={bad!r:.20}", replace(sound, **{key: bad}))
+        for key in ("phase", "batches", "numbers")
+        for bad in BAD
+    ]  # type: ignore[arg-type]
+    made += [
+        (f"{key}={value}", replace(sound, **{key: value}))
+        for key, value in (("phase", 3), ("batches", 400))
+    ]  # type: ignore[arg-type]
     for part, values in sound.numbers.items():
-        made += [(f"{part}={bad!r:.20}", replace(sound, numbers=sound.numbers | {part: bad})) for bad in BAD]
+        made += [
+            (f"{part}={bad!r:.20}", replace(sound, numbers=sound.numbers | {part: bad}))
+            for bad in BAD
+        ]
         for key in values if isinstance(values, dict) else ():
-            made += [(f"{part}.{key}={bad!r:.20}", replace(sound, numbers=sound.numbers | {part: values | {key: bad}})) for bad in BAD]
+            made += [
+                (
+                    f"{part}.{key}={bad!r:.20}",
+                    replace(sound, numbers=sound.numbers | {part: values | {key: bad}}),
+                )
+                for bad in BAD
+            ]
     for name, tensor in sound.tensors.items():
         for what, other in {
             "none": None,
@@ -290,52 +384,88 @@ def crafted(sound: Snapshot) -> list[tuple[str, Snapshot]]:
             "empty": torch.zeros(0),
             "another kind": tensor.to(torch.int16),
         }.items():
-            tensors = {key: value for key, value in sound.tensors.items() if key != name} | ({} if other is None else {name: other})
+            tensors = {key: value for key, value in sound.tensors.items() if key != name} | (
+                {} if other is None else {name: other}
+            )
             made.append((f"{name}: {what}", replace(sound, tensors=tensors)))
-    made += [(f"also {name}", replace(sound, tensors=sound.tensors | {name: torch.zeros(1)})) for name in ("memory.rows", "record.phase", "x")]
+    made += [
+        (f"also {name}", replace(sound, tensors=sound.tensors | {name: torch.zeros(1)}))
+        for name in ("memory.rows", "record.phase", "x")
+    ]
     return made
 
 
 @pytest.mark.parametrize("name", ["a-gem", "ewc", "prog-nn", "icarl"])
-def test_a_crafted_checkpoint_is_refused_or_fits(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crafted_checkpoint_is_refused_or_fits(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(StopHereError):
         learn(name, Interrupting(tmp_path, every=3, after=4))
     sound = Checkpoints(tmp_path, "fleet").last()
     assert sound is not None
     refused = fits = 0
     for _, snapshot in [("as it is", sound), *crafted(sound)]:
-        feed, fleet, learner = assemble(ToyStream(ragged=True), "ev", METHODS[name], runs(name, 3), SETUP)
-        went_on = _restored(copy.deepcopy(snapshot), feed, fleet, learner, Recorder(fleet, learner, feed, True))
+        feed, fleet, learner = assemble(
+            ToyStream(ragged=True), "ev", METHODS[name], runs(name, 3), SETUP
+        )
+        went_on = _restored(
+            copy.deepcopy(snapshot), feed, fleet, learner, Recorder(fleet, learner, feed, True)
+        )
         refused, fits = refused + (not went_on), fits + went_on
     assert refused > 100
     assert 1 <= fits < 50
     print(name, refused, fits)
 
 
-def test_runs_whose_checkpoint_does_not_fit_begin_anew_and_end_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_whose_checkpoint_does_not_fit_begin_anew_and_end_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = learn("a-gem", None)
     with pytest.raises(StopHereError):
         learn("a-gem", Interrupting(tmp_path, every=3, after=4))
     keeper = Checkpoints(tmp_path, "fleet", every=1000)
     sound = keeper.last()
     assert sound is not None
-    keeper.keep(replace(sound, phase=sound.phase + 1, tensors=sound.tensors | {"record.accuracy": torch.zeros(2, 2)}))
+    keeper.keep(
+        replace(
+            sound,
+            phase=sound.phase + 1,
+            tensors=sound.tensors | {"record.accuracy": torch.zeros(2, 2)},
+        )
+    )
     assert_same(learn("a-gem", Checkpoints(tmp_path, "fleet", every=1000)), expected)
     assert "begin anew" in caplog.text
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"phase": None}, {"phase": -1}, {"batches": "x"}, {"numbers": []}, {"tensors": 3}, {"format": None}, {"fleet": []}, {"phase": 10**400}],
+    [
+        {"phase": None},
+        {"phase": -1},
+        {"batches": "x"},
+        {"numbers": []},
+        {"tensors": 3},
+        {"format": None},
+        {"fleet": []},
+        {"phase": 10**400},
+    ],
 )
-def test_a_checkpoint_whose_description_is_crafted_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
+def test_a_checkpoint_whose_description_is_crafted_is_refused(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
     keeper = two(tmp_path)
     rewrite(tmp_path, **changes)
     found = keeper.last()
     assert found is not None
     assert found.batches == 4
     path = tmp_path / "0001-00000008.json"
-    for content in (b"[]", b"3", b'{"checksum": 3}', b"\xff", b'{"checksum":"' + digest("{}").encode() + b'"}'):
+    for content in (
+        b"[]",
+        b"3",
+        b'{"checksum": 3}',
+        b"\xff",
+        b'{"checksum":"' + digest("{}").encode() + b'"}',
+    ):
         path.write_bytes(content)
         found = keeper.last()
         assert found is not None
@@ -354,7 +484,10 @@ def test_a_checkpoint_of_many_values_takes_little_memory(value: str, tmp_path: P
 
 def test_a_checkpoint_of_many_tensors_takes_little_memory(tmp_path: Path) -> None:
     keeper = two(tmp_path)
-    entries = (f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000))
+    entries = (
+        f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'
+        for number in range(500_000)
+    )
     header = ("{" + ",".join(entries) + "}").encode()
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "0001-00000008.safetensors").write_bytes(content)

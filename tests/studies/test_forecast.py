@@ -20,8 +20,12 @@ from small_study import small
 from toys import Silent
 
 COSTS = {"fast": 1.0, "slow": 50.0}
-FAST = [Piece("fast", part, rows, 20_000 * rows) for part, rows in (("cv", 20), ("cv", 20), ("ev", 5))]
-SLOW = [Piece("slow", part, rows, 20_000 * rows) for part, rows in (("cv", 20), ("cv", 20), ("ev", 5))]
+FAST = [
+    Piece("fast", part, rows, 20_000 * rows) for part, rows in (("cv", 20), ("cv", 20), ("ev", 5))
+]
+SLOW = [
+    Piece("slow", part, rows, 20_000 * rows) for part, rows in (("cv", 20), ("cv", 20), ("ev", 5))
+]
 ORDERS = {
     "slow first": [*SLOW, *FAST],
     "fast first": [*FAST, *SLOW],
@@ -29,7 +33,9 @@ ORDERS = {
 }
 
 
-def simulated(pieces: list[Piece], workers: int, wrong: dict[str, float]) -> tuple[list[float | None], list[float]]:
+def simulated(
+    pieces: list[Piece], workers: int, wrong: dict[str, float]
+) -> tuple[list[float | None], list[float]]:
     """What is said to be left every second of a study, and which share to be done; `wrong` is by how much methods cost more than is counted."""
     noise, forecast = random.Random(0), Forecast(COSTS, pieces)
     waiting = list(pieces)
@@ -40,12 +46,19 @@ def simulated(pieces: list[Piece], workers: int, wrong: dict[str, float]) -> tup
             running.append([waiting[0], waiting.pop(0).steps])
         for place in running:
             piece, left = place
-            second = noise.uniform(0.5, 1.5) * 100_000 / (COSTS[piece.method] * wrong[piece.method] * weighed(1, piece.rows))
+            second = (
+                noise.uniform(0.5, 1.5)
+                * 100_000
+                / (COSTS[piece.method] * wrong[piece.method] * weighed(1, piece.rows))
+            )
             done = min(left, second)
             place[1] -= done
             forecast.proceeded(Piece(piece.method, piece.part, piece.rows, done), done / second)
         running = [place for place in running if place[1] > 0]
-        rest = [*waiting, *(Piece(piece.method, piece.part, piece.rows, left) for piece, left in running)]
+        rest = [
+            *waiting,
+            *(Piece(piece.method, piece.part, piece.rows, left) for piece, left in running),
+        ]
         said.append(forecast.left(rest, workers))
         shares.append(forecast.share(rest))
     return said, shares
@@ -53,8 +66,12 @@ def simulated(pieces: list[Piece], workers: int, wrong: dict[str, float]) -> tup
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("wrong", [{"fast": 1.0, "slow": 1.0}, {"fast": 1.0, "slow": 1.7}, {"fast": 1.7, "slow": 1.0}])
-def test_what_is_left_is_never_far_off_after_a_tenth_of_the_work(order: str, workers: int, wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"fast": 1.0, "slow": 1.0}, {"fast": 1.0, "slow": 1.7}, {"fast": 1.7, "slow": 1.0}]
+)
+def test_what_is_left_is_never_far_off_after_a_tenth_of_the_work(
+    order: str, workers: int, wrong: dict[str, float]
+) -> None:
     said, shares = simulated(ORDERS[order], workers, wrong)
     total = len(said)
     assert total > 60
@@ -109,14 +126,23 @@ class Clock:
         return len(job.units) * {"cv": 9, "ev": 51}[job.part]
 
     def steps(self) -> dict[str, int]:
-        return {job.name: min(self._all(job), int((self.now - began) / self._seconds[job.method])) for job, began in self._jobs.values()}
+        return {
+            job.name: min(self._all(job), int((self.now - began) / self._seconds[job.method]))
+            for job, began in self._jobs.values()
+        }
 
     def held_up(self) -> None:
         return None
 
-    def wait(self, futures: dict[Future[Trained], Job], **_: object) -> tuple[list[Future[Trained]], None]:
+    def wait(
+        self, futures: dict[Future[Trained], Job], **_: object
+    ) -> tuple[list[Future[Trained]], None]:
         self.now += 1
-        done = [future for future in futures if self.steps()[self._jobs[future][0].name] == self._all(self._jobs[future][0])]
+        done = [
+            future
+            for future in futures
+            if self.steps()[self._jobs[future][0].name] == self._all(self._jobs[future][0])
+        ]
         for future in done:
             future.set_result(work(self._jobs.pop(future)[0]))
         return done, None
@@ -134,12 +160,16 @@ class Told(Silent):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_study_whose_methods_cost_fifty_to_one_tells_how_long_it_takes(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_whose_methods_cost_fifty_to_one_tells_how_long_it_takes(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(workers, {"van": 0.1, "a-gem": 5.0})
     told = Told(clock)
     monkeypatch.setattr(packing, "cost_of_step", lambda _, name: {"van": 1, "a-gem": 50}[name])
     monkeypatch.setattr(study, "wait", clock.wait)
-    monkeypatch.setattr(study, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        study, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
+    )
     with study.opened(tmp_path, small("van,a-gem")) as (store, recipe):
         study.run(recipe, store, Means(workers=workers), clock, told)  # type: ignore[arg-type]
     for now, left in told.left:

@@ -23,7 +23,17 @@ from onepass.protocol import Snapshot
 from onepass.studies.checkpoint import Checkpoints
 from onepass.studies.database import FILE
 from onepass.studies.rescue import rescue
-from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, results_in, study
+from stored import (
+    GRID,
+    MADE,
+    RUNS,
+    as_older_versions,
+    fill,
+    journal_back_to,
+    record,
+    results_in,
+    study,
+)
 
 IDS = {unit.id for unit in [*GRID, *RUNS]}
 SNAPSHOT = Snapshot(1, 4, {"theta": torch.arange(40.0).view(2, 20)}, {"learner": {"grown": 3}})
@@ -115,18 +125,30 @@ def _read_checkpoint(folder: Path) -> None:
 
 
 READERS = {
-    "study": Reader(_study, lambda folder: folder / FILE, _read_study, 0.6),  # pages of SQLite are partly empty
+    "study": Reader(
+        _study, lambda folder: folder / FILE, _read_study, 0.6
+    ),  # pages of SQLite are partly empty
     "arrays": Reader(_study, lambda folder: min((folder / "arrays").iterdir()), _read_study, 0.05),
     # A damaged log ends where the damage is, and the results after that were never there.
     "log": Reader(_logged, lambda folder: folder / f"{FILE}-wal", results_in, 1.0),
-    "journal": Reader(_interrupted, lambda folder: folder / f"{FILE}-journal", _read_interrupted, 0.85),
-    "rescue": Reader(_study, lambda folder: folder / FILE, _rescue, 0.6, 40),  # which looks for rows one by one
-    "checkpoint": Reader(_checkpoints, lambda folder: folder / "0001-00000008.json", _read_checkpoint, 0.05),
-    "tensors": Reader(_checkpoints, lambda folder: folder / "0001-00000008.safetensors", _read_checkpoint, 0.05),
+    "journal": Reader(
+        _interrupted, lambda folder: folder / f"{FILE}-journal", _read_interrupted, 0.85
+    ),
+    "rescue": Reader(
+        _study, lambda folder: folder / FILE, _rescue, 0.6, 40
+    ),  # which looks for rows one by one
+    "checkpoint": Reader(
+        _checkpoints, lambda folder: folder / "0001-00000008.json", _read_checkpoint, 0.05
+    ),
+    "tensors": Reader(
+        _checkpoints, lambda folder: folder / "0001-00000008.safetensors", _read_checkpoint, 0.05
+    ),
 }
 
 
-def _outcomes(reader: Reader, folder: Path, seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def _outcomes(
+    reader: Reader, folder: Path, seed: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
     kept, temporary = folder / "kept", folder / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -158,7 +180,9 @@ def _outcomes(reader: Reader, folder: Path, seed: int, count: int, monkeypatch: 
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_damaged_is_refused_by_a_sentence_or_unharmed(name: str, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_damaged_is_refused_by_a_sentence_or_unharmed(
+    name: str, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = 5000 if many else READERS[name].few
     found = _outcomes(READERS[name], tmp_path, count, count, monkeypatch)
     assert found.keys() <= {"right", "refused"}, found

@@ -11,14 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
 
-STUDY = "run permuted-digits --device cuda --set train_examples=200 --set test_examples=100 --methods"
+STUDY = (
+    "run permuted-digits --device cuda --set train_examples=200 --set test_examples=100 --methods"
+)
 
 
 def start(folder: Path, arguments: str, before: str = "pass") -> subprocess.Popen[str]:
     code = f"import sys, torch; {before}; from onepass.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, *STUDY.split(), *arguments.split(), "--out", str(folder), "--json", str(folder) + ".json"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        *STUDY.split(),
+        *arguments.split(),
+        "--out",
+        str(folder),
+        "--json",
+        str(folder) + ".json",
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -29,7 +43,10 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def accuracies(folder: Path) -> Any:
-    return {method: found["A_T"]["values"] for method, found in json.loads(Path(f"{folder}.json").read_text())["methods"].items()}
+    return {
+        method: found["A_T"]["values"]
+        for method, found in json.loads(Path(f"{folder}.json").read_text())["methods"].items()
+    }
 
 
 def test_out_of_memory_leads_to_smaller_fleets(tmp_path: Path) -> None:
@@ -40,7 +57,9 @@ def test_out_of_memory_leads_to_smaller_fleets(tmp_path: Path) -> None:
     assert "not replayed" not in printed
     assert "plain autograd" not in printed
     finish(start(tmp_path / "roomy", "van --seeds 2 --set hidden=[2048,2048]"))
-    for one, other in zip(accuracies(tmp_path / "tight")["van"], accuracies(tmp_path / "roomy")["van"], strict=True):
+    for one, other in zip(
+        accuracies(tmp_path / "tight")["van"], accuracies(tmp_path / "roomy")["van"], strict=True
+    ):
         assert one == pytest.approx(other, abs=0.02)
 
 
@@ -49,4 +68,8 @@ def test_two_processes_on_one_gpu_do_not_change_each_others_results(tmp_path: Pa
     both = [start(tmp_path / name, "a-gem,ewc --seeds 3") for name in ("one", "other")]
     for process in both:
         finish(process)
-    assert accuracies(tmp_path / "one") == accuracies(tmp_path / "alone") == accuracies(tmp_path / "other")
+    assert (
+        accuracies(tmp_path / "one")
+        == accuracies(tmp_path / "alone")
+        == accuracies(tmp_path / "other")
+    )

@@ -38,7 +38,9 @@ def workers_of(driver: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            parent, group = (int(word) for word in (path / "stat").read_text().rpartition(")")[2].split()[1:3])
+            parent, group = (
+                int(word) for word in (path / "stat").read_text().rpartition(")")[2].split()[1:3]
+            )
             if group == driver != parent and b"forkserver" in (path / "cmdline").read_bytes():
                 found.append(int(path.name))
         except OSError:  # gone in the meantime
@@ -82,14 +84,20 @@ def stored(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kills", [pytest.param(2, id="2"), pytest.param(50, id="50", marks=pytest.mark.long)])
-def test_a_study_killed_at_random_moments_ends_bit_identical(kills: int, expected: tuple[dict[str, Record], float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [pytest.param(2, id="2"), pytest.param(50, id="50", marks=pytest.mark.long)]
+)
+def test_a_study_killed_at_random_moments_ends_bit_identical(
+    kills: int, expected: tuple[dict[str, Record], float], tmp_path: Path
+) -> None:
     undisturbed, seconds = expected
     random_, done, studies = random.Random(kills), 0, 0
     while done < kills:
         studies += 1
         folder = tmp_path / f"study-{studies}"
-        while done < kills and stored(folder) < UNITS:  # one that has come to its end has nothing left to be killed in
+        while (
+            done < kills and stored(folder) < UNITS
+        ):  # one that has come to its end has nothing left to be killed in
             run_and_kill(folder, seconds, random_)
             done += 1
         assert start(folder).wait(timeout=600) == 0
@@ -98,7 +106,9 @@ def test_a_study_killed_at_random_moments_ends_bit_identical(kills: int, expecte
         assert found.keys() == undisturbed.keys()
         for unit, record in found.items():
             assert record.same_as(undisturbed[unit]), unit
-        assert {path.name for path in folder.iterdir()} == {FILE, "arrays", "lock"}, "nothing temporary is left"
+        assert {path.name for path in folder.iterdir()} == {FILE, "arrays", "lock"}, (
+            "nothing temporary is left"
+        )
     print(f"{done} kills over {studies} studies")
 
 

@@ -26,7 +26,10 @@ MANY = "[" + ",".join(str(number / 1000) for number in range(1, 401)) + "]"
         ("--seeds 2147483648", "use fewer seeds"),
         ("--set cv_seeds=2147483648", "use fewer seeds"),
         (f"--seeds {MOST_UNITS + 1}", "up to 100000 can be planned"),
-        (f"--methods ewc --set grids.ewc.learning_rate={MANY} --set grids.ewc.strength={MANY}", "a study of 160005 units is too large"),
+        (
+            f"--methods ewc --set grids.ewc.learning_rate={MANY} --set grids.ewc.strength={MANY}",
+            "a study of 160005 units is too large",
+        ),
         ("--workers 1025", "--workers 1025 is not possible: use at most 1024"),
         ("--threads 1000000000", "--threads 1000000000 is not possible: use at most 1024"),
         ("--scheduler tcp://a..b:1", "no Dask scheduler answers at tcp://a..b:1"),
@@ -51,13 +54,20 @@ def test_more_than_can_be_planned_or_started_is_one_sentence(
 def test_a_stored_or_grown_study_is_bounded_too() -> None:
     with pytest.raises(InputError, match="too large"):
         from_stored({**small().stored(), "seeds": 2**31})
-    one, other = (small(changes=[f"cv_seeds={MOST_UNITS // 3}", f"grids.van.learning_rate={rates}"]) for rates in ([0.1, 0.2], [0.3, 0.4]))
+    one, other = (
+        small(changes=[f"cv_seeds={MOST_UNITS // 3}", f"grids.van.learning_rate={rates}"])
+        for rates in ([0.1, 0.2], [0.3, 0.4])
+    )
     with pytest.raises(InputError, match="too large"):
         united(one, other)
 
 
-@pytest.mark.parametrize(("method", "change"), [("van", "hidden=[50000, 50000]"), ("gem", "memory_per_task=100000000")])
-def test_what_does_not_fit_is_counted_and_not_built(method: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "change"), [("van", "hidden=[50000, 50000]"), ("gem", "memory_per_task=100000000")]
+)
+def test_what_does_not_fit_is_counted_and_not_built(
+    method: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "memory", lambda _: 8_000_000_000)
     recipe: Recipe = load("quickstart", [change], method)
     source = try_stream(recipe, None)
@@ -74,9 +84,18 @@ def test_a_worker_says_which_process_has_the_gpu_that_it_waits_for(
     monkeypatch.setattr(work, "LONGEST", 0.5)
     one, other = (os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
     fcntl.flock(one, fcntl.LOCK_EX)
-    with caplog.at_level(logging.WARNING), pytest.raises(InputError, match=rf"no GPU became free within .* \(in use by process {os.getpid()}\)"):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(
+            InputError, match=rf"no GPU became free within .* \(in use by process {os.getpid()}\)"
+        ),
+    ):
         work._first_free([other])
-    assert [message for message in caplog.messages if f"waiting for a GPU: all are in use by other fleets (process {os.getpid()})" in message]
+    assert [
+        message
+        for message in caplog.messages
+        if f"waiting for a GPU: all are in use by other fleets (process {os.getpid()})" in message
+    ]
 
     def interrupted(_: int) -> None:
         raise KeyboardInterrupt

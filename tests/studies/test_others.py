@@ -32,7 +32,20 @@ from onepass.studies.store import Store
 from onepass.studies.study import _Progress
 from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, study
 
-QUICK = ["--methods", "van", "--seeds", "1", "--workers", "1", "--set", "train_examples=20", "--set", "test_examples=10", "--set", "hidden=[4]"]
+QUICK = [
+    "--methods",
+    "van",
+    "--seeds",
+    "1",
+    "--workers",
+    "1",
+    "--set",
+    "train_examples=20",
+    "--set",
+    "test_examples=10",
+    "--set",
+    "hidden=[4]",
+]
 
 
 def outcome(*arguments: str) -> int:
@@ -52,13 +65,27 @@ def records(folder: Path) -> int:
 def test_a_run_leaves_the_users_own_files_in_its_folder_as_they_are(tmp_path: Path) -> None:
     hexadecimal = "0123456789abcdef"
     names = [
-        *("checkpoints/model.pt", "checkpoints/run-1/0001-00000004.json", f"checkpoints/{hexadecimal}/notes.json"),
-        *("progress.json", ".partial-x", ".partial-progress.json", ".onepass-partial-notes", "lock", "arrays/mine.npy", "arrays/.partial-y"),
+        *(
+            "checkpoints/model.pt",
+            "checkpoints/run-1/0001-00000004.json",
+            f"checkpoints/{hexadecimal}/notes.json",
+        ),
+        *(
+            "progress.json",
+            ".partial-x",
+            ".partial-progress.json",
+            ".onepass-partial-notes",
+            "lock",
+            "arrays/mine.npy",
+            "arrays/.partial-y",
+        ),
     ]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert outcome("run", "quickstart", "--out", str(tmp_path), *QUICK, "--checkpoint-every", "1") == 0
+    assert (
+        outcome("run", "quickstart", "--out", str(tmp_path), *QUICK, "--checkpoint-every", "1") == 0
+    )
     assert [(tmp_path / name).read_text() for name in names] == names
     assert outcome("table", str(tmp_path)) == 0
 
@@ -104,11 +131,21 @@ def victim(tmp_path: Path) -> Iterator[Path]:
     path.write_bytes(b"mine")
     before = path.stat()
     yield path
-    assert (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) == (b"mine", before.st_mtime_ns, before.st_ino)
+    assert (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) == (
+        b"mine",
+        before.st_mtime_ns,
+        before.st_ino,
+    )
 
 
-def test_what_a_study_says_about_itself_goes_through_no_link(victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [".onepass-progress.json", ".onepass-partial-progress", temporary_name(".onepass-progress.json")]
+def test_what_a_study_says_about_itself_goes_through_no_link(
+    victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [
+        ".onepass-progress.json",
+        ".onepass-partial-progress",
+        temporary_name(".onepass-progress.json"),
+    ]
     for name in names:
         (tmp_path / name).symlink_to(victim)
     progress = _Progress(tmp_path / names[0])
@@ -120,7 +157,9 @@ def test_what_a_study_says_about_itself_goes_through_no_link(victim: Path, tmp_p
     assert not (tmp_path / names[0]).exists()
 
 
-def test_a_checkpoint_that_is_a_link_is_replaced_and_what_it_leads_to_stays(victim: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_is_replaced_and_what_it_leads_to_stays(
+    victim: Path, tmp_path: Path
+) -> None:
     snapshot = Snapshot(1, 4, {"theta": torch.ones(3)}, {})
     for suffix in ("json", "safetensors"):
         (tmp_path / f"0001-00000004.{suffix}").symlink_to(victim)
@@ -131,7 +170,9 @@ def test_a_checkpoint_that_is_a_link_is_replaced_and_what_it_leads_to_stays(vict
     assert keeper.last() is not None
 
 
-def test_a_file_of_arrays_that_is_a_link_is_replaced_and_what_it_leads_to_stays(victim: Path, tmp_path: Path) -> None:
+def test_a_file_of_arrays_that_is_a_link_is_replaced_and_what_it_leads_to_stays(
+    victim: Path, tmp_path: Path
+) -> None:
     fill(tmp_path / "study")
     (found,) = (tmp_path / "study" / "arrays").iterdir()
     (tmp_path / "other" / "arrays").mkdir(parents=True)
@@ -148,7 +189,9 @@ def test_a_file_of_arrays_that_is_a_link_is_replaced_and_what_it_leads_to_stays(
 
 @pytest.mark.parametrize("name", [FILE, "lock", "arrays", "checkpoints", f"checkpoints/{'0' * 16}"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_study_is_written_to_no_place_that_a_link_leads_to(there: bool, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_written_to_no_place_that_a_link_leads_to(
+    there: bool, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(tmp_path / "study")
     (tmp_path / "study" / "checkpoints" / ("0" * 16)).mkdir(parents=True)
     path, target = tmp_path / "study" / name, tmp_path / "target"
@@ -171,16 +214,24 @@ def test_the_folder_of_a_study_may_be_a_link(tmp_path: Path) -> None:
     assert records(tmp_path / "disk") == 2
 
 
-@pytest.mark.parametrize("kind", ["a link", "a pipe", "a link to nothing", "a link to an empty file"])
+@pytest.mark.parametrize(
+    "kind", ["a link", "a pipe", "a link to nothing", "a link to an empty file"]
+)
 @pytest.mark.parametrize("end", ["-journal", "-wal"])
-def test_a_journal_that_is_no_plain_file_is_refused(kind: str, end: str, victim: Path, tmp_path: Path) -> None:
+def test_a_journal_that_is_no_plain_file_is_refused(
+    kind: str, end: str, victim: Path, tmp_path: Path
+) -> None:
     fill(tmp_path / "study")
     path, target = tmp_path / "study" / f"{FILE}{end}", tmp_path / "target"
     if kind == "a link to an empty file":
         target.touch()
     os.mkfifo(path) if kind == "a pipe" else path.symlink_to(victim if kind == "a link" else target)
     for opening in (Store.read(tmp_path / "study"), study(tmp_path / "study")):
-        with pytest.raises(InputError, match=f"{end} beside it is no plain file: move it away"), limited(10), opening:
+        with (
+            pytest.raises(InputError, match=f"{end} beside it is no plain file: move it away"),
+            limited(10),
+            opening,
+        ):
             pass
     with pytest.raises(InputError, match="is no plain file"), limited(10):
         rescue(tmp_path / "study", tmp_path / "rescued")
@@ -203,7 +254,9 @@ ENDLESS = pytest.mark.parametrize("kind", ["a pipe", "a device", "a sparse file"
 
 
 @ENDLESS
-def test_a_progress_file_without_an_end_says_nothing(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_file_without_an_end_says_nothing(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(tmp_path)
     endless(tmp_path / ".onepass-progress.json", kind)
     with limited(10):
@@ -212,13 +265,18 @@ def test_a_progress_file_without_an_end_says_nothing(kind: str, tmp_path: Path, 
 
 
 @ENDLESS
-def test_arrays_without_an_end_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_without_an_end_are_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(tmp_path)
     (path,) = (tmp_path / "arrays").iterdir()
     endless(path, kind)
     with limited(10):
         assert outcome("table", str(tmp_path)) == 2
-    assert f"{path} cannot be used (it is {'too large' if kind == 'a sparse file' else 'not a plain file'})" in capsys.readouterr().err
+    assert (
+        f"{path} cannot be used (it is {'too large' if kind == 'a sparse file' else 'not a plain file'})"
+        in capsys.readouterr().err
+    )
 
 
 @ENDLESS
@@ -234,12 +292,20 @@ def test_a_checkpoint_without_an_end_is_not_used(suffix: str, kind: str, tmp_pat
     assert found.batches == 4
 
 
-def test_what_a_killed_process_left_is_gone_after_the_next_run_and_files_of_others_stay(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_gone_after_the_next_run_and_files_of_others_stay(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path)
     (tmp_path / "checkpoints" / ("0" * 16)).mkdir(parents=True)
     (tmp_path / "checkpoints" / "mine").mkdir()
-    places = [tmp_path / place for place in (".", "arrays", f"checkpoints/{'0' * 16}", "checkpoints/mine")]
-    left = [place / name for place in places for name in (temporary_name("t"), f"{temporary_name('t')}-{'0' * 16}")]
+    places = [
+        tmp_path / place for place in (".", "arrays", f"checkpoints/{'0' * 16}", "checkpoints/mine")
+    ]
+    left = [
+        place / name
+        for place in places
+        for name in (temporary_name("t"), f"{temporary_name('t')}-{'0' * 16}")
+    ]
     others = [place / f"{TEMPORARY}notes" for place in places]
     for path in (*left, *others):
         path.touch()
@@ -252,10 +318,7 @@ def test_what_a_killed_process_left_is_gone_after_the_next_run_and_files_of_othe
 @pytest.mark.parametrize("end", ["-wal", "-journal"])
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_log_or_a_journal_without_its_file_is_left_alone(
-    empty: bool,
-    end: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    empty: bool, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if empty:
         (tmp_path / FILE).touch()
@@ -266,8 +329,7 @@ def test_a_log_or_a_journal_without_its_file_is_left_alone(
 
 
 def test_a_pipe_with_the_name_of_a_study_is_left_alone(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / FILE)
     assert outcome("run", "quickstart", "--out", str(tmp_path), *QUICK) == 2
@@ -314,11 +376,17 @@ def test_a_second_driver_is_refused_though_the_file_lock_was_removed(tmp_path: P
 
 
 @pytest.mark.usefixtures("locks_that_do_nothing")
-def test_a_driver_that_another_one_has_written_beside_stops_and_nothing_is_damaged(tmp_path: Path) -> None:
+def test_a_driver_that_another_one_has_written_beside_stops_and_nothing_is_damaged(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path)
     with study(tmp_path) as first, study(tmp_path) as second:
         first.plan([RUNS])
-        for change in (lambda: second.plan([RUNS]), lambda: second.note(packing={}), lambda: second.plan([RUNS[:1]])):
+        for change in (
+            lambda: second.plan([RUNS]),
+            lambda: second.note(packing={}),
+            lambda: second.plan([RUNS[:1]]),
+        ):
             with pytest.raises(InputError, match="another process has written to the study in"):
                 change()
         first.add({unit.id: record(unit) for unit in RUNS}, MADE)
@@ -326,7 +394,9 @@ def test_a_driver_that_another_one_has_written_beside_stops_and_nothing_is_damag
 
 
 @pytest.mark.usefixtures("locks_that_do_nothing")
-def test_of_two_processes_that_create_a_study_at_once_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_processes_that_create_a_study_at_once_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     naming = database._name
 
     def too_late(temporary: Path, path: Path) -> None:
@@ -360,9 +430,19 @@ except InputError as reason:
 """
 
 
-def test_two_processes_without_locks_store_every_unit_once_or_stop_with_a_sentence(tmp_path: Path) -> None:
+def test_two_processes_without_locks_store_every_unit_once_or_stop_with_a_sentence(
+    tmp_path: Path,
+) -> None:
     script = TWO.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
     for process in both:
         said, errors = process.communicate(timeout=100)
         assert errors == ""
@@ -387,7 +467,10 @@ def test_a_file_that_is_removed_while_the_study_runs_is_put_back(when: str, tmp_
                     opened.add({RUNS[0].id: record(RUNS[0])}, MADE)
                 opened.add({RUNS[1].id: record(RUNS[1])}, MADE)
 
-    with pytest.raises(InputError, match="was removed or replaced while the study ran; all that is finished was saved as"):
+    with pytest.raises(
+        InputError,
+        match="was removed or replaced while the study ran; all that is finished was saved as",
+    ):
         run()
     assert records(tmp_path) == (4 if when == "before the end" else 2)
     with study(tmp_path) as opened:
@@ -406,13 +489,17 @@ def test_a_private_file_that_is_put_back_is_private(tmp_path: Path) -> None:
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_is_moved_while_the_study_runs_has_all_that_is_finished(tmp_path: Path) -> None:
+def test_a_folder_that_is_moved_while_the_study_runs_has_all_that_is_finished(
+    tmp_path: Path,
+) -> None:
     def run() -> None:
         with study(fill(tmp_path / "before")) as opened:
             (tmp_path / "before").rename(tmp_path / "after")
             opened.plan([RUNS])
 
-    with pytest.raises(InputError, match=r"was removed or moved while .* give the same command with its new place"):
+    with pytest.raises(
+        InputError, match=r"was removed or moved while .* give the same command with its new place"
+    ):
         run()
     assert not (tmp_path / "before").exists()
     assert records(tmp_path / "after") == 2
@@ -420,7 +507,9 @@ def test_a_folder_that_is_moved_while_the_study_runs_has_all_that_is_finished(tm
         assert len(opened.contents.entries) == 4
 
 
-def test_a_file_that_is_replaced_while_the_study_runs_stays_and_ours_is_saved_beside_it(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_while_the_study_runs_stays_and_ours_is_saved_beside_it(
+    tmp_path: Path,
+) -> None:
     other = fill(tmp_path / "other")
 
     def run() -> None:
@@ -491,7 +580,13 @@ def test_an_old_log_beside_a_newer_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"{FILE}-wal").write_bytes(older_log(tmp_path))
     before = (tmp_path / FILE).read_bytes()
     for opening in (Store.read(tmp_path), study(tmp_path)):
-        with pytest.raises(InputError, match="wal beside it is older than it and would hide 1 results: move it away"), opening:
+        with (
+            pytest.raises(
+                InputError,
+                match="wal beside it is older than it and would hide 1 results: move it away",
+            ),
+            opening,
+        ):
             pass
     assert (tmp_path / FILE).read_bytes() == before
     (tmp_path / f"{FILE}-wal").unlink()
@@ -509,7 +604,10 @@ def test_a_journal_is_applied_to_the_file_it_belongs_to_and_to_no_other(tmp_path
     newest = (tmp_path / FILE).read_bytes()
     (tmp_path / f"{FILE}-journal").write_bytes(journal)
     for opening in (Store.read(tmp_path), study(tmp_path)):
-        with pytest.raises(InputError, match="journal beside it is of another state of the study"), opening:
+        with (
+            pytest.raises(InputError, match="journal beside it is of another state of the study"),
+            opening,
+        ):
             pass
     assert (tmp_path / FILE).read_bytes() == newest
     (tmp_path / FILE).write_bytes(next_one)
@@ -526,8 +624,16 @@ def test_a_journal_that_names_other_files_is_refused_and_they_stay(tmp_path: Pat
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     name = str(victim).encode()
-    named = (2**30 // 4096 + 1).to_bytes(4, "big") + name + len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big") + recovery._MAGIC
-    (tmp_path / f"{FILE}-journal").write_bytes(journal_back_to((tmp_path / FILE).read_bytes()) + named)
+    named = (
+        (2**30 // 4096 + 1).to_bytes(4, "big")
+        + name
+        + len(name).to_bytes(4, "big")
+        + sum(name).to_bytes(4, "big")
+        + recovery._MAGIC
+    )
+    (tmp_path / f"{FILE}-journal").write_bytes(
+        journal_back_to((tmp_path / FILE).read_bytes()) + named
+    )
     for opening in (Store.read(tmp_path), study(tmp_path)):
         with pytest.raises(InputError, match="names other files"), opening:
             pass
@@ -539,7 +645,9 @@ def test_a_journal_that_names_other_files_is_refused_and_they_stay(tmp_path: Pat
     assert not victim.exists(), "what SQLite does with it: this test shows what it says"
 
 
-def test_a_reader_never_sees_a_study_that_is_half_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_never_sees_a_study_that_is_half_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     creating = threading.Event()
     naming = database._name
 
@@ -557,7 +665,9 @@ def test_a_reader_never_sees_a_study_that_is_half_created(tmp_path: Path, monkey
     writer.join()
 
 
-def test_a_study_whose_creation_takes_long_is_said_to_be_just_being_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_whose_creation_takes_long_is_said_to_be_just_being_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(database, "CREATION", 0.1)
     with locking.held(tmp_path):
         for content in (None, b""):
@@ -571,12 +681,16 @@ def test_a_study_whose_creation_takes_long_is_said_to_be_just_being_created(tmp_
 
 
 @pytest.mark.parametrize("harm", ["all", "one", "altered"])
-def test_a_study_whose_arrays_are_gone_is_not_said_to_be_complete(harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_whose_arrays_are_gone_is_not_said_to_be_complete(
+    harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(tmp_path)
     with study(tmp_path) as opened:
         opened.plan([RUNS])
         opened.add({RUNS[0].id: record(RUNS[0])}, MADE)
-    runs = [path for path in (tmp_path / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes()]
+    runs = [
+        path for path in (tmp_path / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes()
+    ]
     for path in runs if harm == "one" else (tmp_path / "arrays").iterdir():
         if harm == "altered":
             path.write_bytes(path.read_bytes() + b" ")
@@ -588,7 +702,9 @@ def test_a_study_whose_arrays_are_gone_is_not_said_to_be_complete(harm: str, tmp
     assert not said.out
 
 
-def test_a_study_without_results_needs_no_folder_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_without_results_needs_no_folder_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with study(tmp_path) as opened:
         opened.plan([GRID])
     (tmp_path / "arrays").rmdir()
@@ -602,7 +718,11 @@ def test_a_study_without_results_needs_no_folder_for_them(tmp_path: Path, capsys
 @pytest.mark.parametrize("kind", ["flock", "lockf"])
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentence(
-    code: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fill(tmp_path)
 
@@ -613,7 +733,10 @@ def test_where_files_cannot_be_locked_a_study_is_read_and_writing_is_one_sentenc
     for command in (["status"], ["table"], ["show"], ["verify"], ["companions"]):
         assert outcome(*command, str(tmp_path)) in (0, 1), command
     capsys.readouterr()
-    for command in (["run", "--out", str(tmp_path)], ["merge", str(tmp_path / "new"), str(tmp_path)]):
+    for command in (
+        ["run", "--out", str(tmp_path)],
+        ["merge", str(tmp_path / "new"), str(tmp_path)],
+    ):
         assert outcome(*command) == 2
         said = capsys.readouterr().err
         assert "cannot lock files" in said
@@ -643,7 +766,9 @@ def test_a_command_that_is_refused_where_files_cannot_be_locked_leaves_nothing(
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_where_sqlite_cannot_lock_a_study_is_read_without_asking_it_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_sqlite_cannot_lock_a_study_is_read_without_asking_it_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would wait for half a minute: it takes ENOLCK for a file that is busy."""
     fill(tmp_path)
     asked: list[str] = []
@@ -659,10 +784,14 @@ def test_where_sqlite_cannot_lock_a_study_is_read_without_asking_it_to(tmp_path:
     monkeypatch.setattr(database, "_connect", noted)
     monkeypatch.setattr(fcntl, "lockf", refuse)
     assert records(tmp_path) == 2
-    assert [uri.partition("?")[2] for uri in asked if uri.startswith("file:")] == ["mode=ro&immutable=1"]
+    assert [uri.partition("?")[2] for uri in asked if uri.startswith("file:")] == [
+        "mode=ro&immutable=1"
+    ]
 
 
-def test_a_study_of_an_older_version_is_read_from_a_folder_that_is_read_only(tmp_path: Path) -> None:
+def test_a_study_of_an_older_version_is_read_from_a_folder_that_is_read_only(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path)
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.execute("PRAGMA journal_mode = WAL")

@@ -32,14 +32,20 @@ def execute(folder: Path, *statements: str) -> None:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 GRID_IDS, RUN_IDS = {unit.id for unit in GRID}, {unit.id for unit in RUNS}
 
 
 def truncate_arrays(folder: Path) -> None:
-    path = next(path for path in (folder / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes())
+    path = next(
+        path for path in (folder / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes()
+    )
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -47,9 +53,23 @@ def truncate_arrays(folder: Path) -> None:
     ("harm", "left", "lost"),
     [
         (lambda _: None, GRID_IDS | RUN_IDS, 0),
-        (lambda folder: execute(folder, "DELETE FROM study WHERE key = 'counts'"), GRID_IDS | RUN_IDS, 0),
-        (lambda folder: execute(folder, "UPDATE study SET value = '{}' WHERE key = 'counts'"), GRID_IDS | RUN_IDS, 1),
-        (lambda folder: execute(folder, f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'"), GRID_IDS - {GRID[0].id} | RUN_IDS, 1),
+        (
+            lambda folder: execute(folder, "DELETE FROM study WHERE key = 'counts'"),
+            GRID_IDS | RUN_IDS,
+            0,
+        ),
+        (
+            lambda folder: execute(folder, "UPDATE study SET value = '{}' WHERE key = 'counts'"),
+            GRID_IDS | RUN_IDS,
+            1,
+        ),
+        (
+            lambda folder: execute(
+                folder, f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'"
+            ),
+            GRID_IDS - {GRID[0].id} | RUN_IDS,
+            1,
+        ),
         (lambda folder: execute(folder, "DELETE FROM units"), GRID_IDS | RUN_IDS, 0),
         (lambda folder: execute(folder, "DROP TABLE units"), GRID_IDS | RUN_IDS, 1),
         (lambda folder: execute(folder, "DROP TABLE records"), set(), 1),
@@ -57,7 +77,9 @@ def truncate_arrays(folder: Path) -> None:
         (truncate_arrays, GRID_IDS, 2),
     ],
 )
-def test_everything_that_is_sound_is_rescued_and_the_rest_is_named(harm: Callable[[Path], None], left: set[str], lost: int, tmp_path: Path) -> None:
+def test_everything_that_is_sound_is_rescued_and_the_rest_is_named(
+    harm: Callable[[Path], None], left: set[str], lost: int, tmp_path: Path
+) -> None:
     fill(tmp_path / "old")
     fill(tmp_path / "old", RUNS)
     harm(tmp_path / "old")
@@ -68,7 +90,9 @@ def test_everything_that_is_sound_is_rescued_and_the_rest_is_named(harm: Callabl
     assert (rescued.results, len(rescued.lost)) == (len(left), lost)
     with study(tmp_path / "new") as opened:
         new = [unit for unit in [*GRID, *RUNS] if unit.id not in opened.contents.records]
-        assert {entry.unit.id for fleet in opened.open_fleets().values() for entry in fleet} <= {unit.id for unit in new}
+        assert {entry.unit.id for fleet in opened.open_fleets().values() for entry in fleet} <= {
+            unit.id for unit in new
+        }
 
 
 def test_what_two_drivers_of_older_versions_have_left_is_rescued(tmp_path: Path) -> None:
@@ -77,7 +101,9 @@ def test_what_two_drivers_of_older_versions_have_left_is_rescued(tmp_path: Path)
     with study(tmp_path / "old") as opened:
         opened.plan([RUNS])
         opened.add({unit.id: record(unit) for unit in RUNS}, MADE)
-        opened._connection.execute("UPDATE study SET value = replace(value, '\"records\":4', '\"records\":2')")
+        opened._connection.execute(
+            "UPDATE study SET value = replace(value, '\"records\":4', '\"records\":2')"
+        )
     with pytest.raises(InputError, match="cannot be used"), Store.read(tmp_path / "old"):
         pass
     assert rescue(tmp_path / "old", tmp_path / "new").results == 4
@@ -90,7 +116,11 @@ def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
     path = tmp_path / "old" / FILE
     content = bytearray(path.read_bytes())
     pages = [bytes(content[start : start + 4096]) for start in range(0, len(content), 4096)]
-    page = next(number for number, held in enumerate(pages) if many[30].id.encode() in held and b"a processor" in held)
+    page = next(
+        number
+        for number, held in enumerate(pages)
+        if many[30].id.encode() in held and b"a processor" in held
+    )
     content[page * 4096 : page * 4096 + 200] = bytes(200)
     path.write_bytes(content)
     rescued = rescue(tmp_path / "old", tmp_path / "new")
@@ -113,7 +143,11 @@ def test_a_file_of_another_length_costs_the_rows_that_are_gone(harm: str, tmp_pa
     }
     path.write_bytes(damages[harm])
     rescued = rescue(tmp_path / "old", tmp_path / "new")
-    assert len(results_in(tmp_path / "new")) == rescued.results >= (60 if harm in ("lengthened", "header") else 35)
+    assert (
+        len(results_in(tmp_path / "new"))
+        == rescued.results
+        >= (60 if harm in ("lengthened", "header") else 35)
+    )
     assert rescued.results + rescued.to_do == 60
     assert len(rescued.lost) <= 2, "the end of the table, not each row of it"
     assert bool(rescued.lost) == (rescued.results < 60)
@@ -137,14 +171,19 @@ def test_a_copy_of_ones_own_is_used_without_locks(tmp_path: Path) -> None:
     fill(tmp_path)
     with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")  # stands for a file system that refuses every lock
-        with closing(sqlite3.connect(tmp_path / FILE, timeout=0)) as locking, pytest.raises(sqlite3.OperationalError):
+        with (
+            closing(sqlite3.connect(tmp_path / FILE, timeout=0)) as locking,
+            pytest.raises(sqlite3.OperationalError),
+        ):
             locking.execute("SELECT count(*) FROM records")
         with closing(private(tmp_path / FILE)) as connection:
             assert connection.execute("SELECT count(*) FROM records").fetchone() == (len(GRID),)
 
 
 @pytest.mark.parametrize("end", ["", "-wal"])
-def test_rescue_and_recovery_use_such_copies_alone(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rescue_and_recovery_use_such_copies_alone(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with study(tmp_path / "old") as opened:
         if end:
             as_older_versions(opened)
@@ -160,18 +199,27 @@ def test_rescue_and_recovery_use_such_copies_alone(end: str, tmp_path: Path, mon
     monkeypatch.setattr(sqlite3, "connect", noted)
     assert rescue(tmp_path / "killed", tmp_path / "new").results == len(GRID)
     assert results_in(tmp_path / "killed") == GRID_IDS
-    copies = [name for name in opened_files if str(tmp_path) not in name and ":memory:" not in name and "immutable=1" not in name]
+    copies = [
+        name
+        for name in opened_files
+        if str(tmp_path) not in name and ":memory:" not in name and "immutable=1" not in name
+    ]
     assert copies
     assert all("vfs=unix-none" in name for name in copies)
 
 
-def test_no_room_for_a_copy_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_room_for_a_copy_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = fill(tmp_path / "old") / FILE
     path.with_name(f"{FILE}-journal").write_bytes(b"what a killed process left")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     for place, most, why in (("nowhere", usual[0], "No such file"), ("", 1000, "File too large")):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
-        for command in (["rescue", str(tmp_path / "old"), str(tmp_path / "new")], ["status", str(tmp_path / "old")]):
+        for command in (
+            ["rescue", str(tmp_path / "old"), str(tmp_path / "new")],
+            ["status", str(tmp_path / "old")],
+        ):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, usual[1]))
             try:
                 with pytest.raises(SystemExit) as ended:
@@ -188,7 +236,11 @@ def test_no_room_for_a_copy_is_not_taken_for_damage(tmp_path: Path, monkeypatch:
 def test_units_of_a_recipe_that_could_have_billions_are_not_all_looked_for(tmp_path: Path) -> None:
     rates = [number / 1000 for number in range(1, 40_001)]
     with study(fill(tmp_path / "old")) as opened:
-        recipe = RECIPE.stored() | {"methods": ["van"], "seeds": 40_000, "grids": {"van": {"learning_rate": rates}}}
+        recipe = RECIPE.stored() | {
+            "methods": ["van"],
+            "seeds": 40_000,
+            "grids": {"van": {"learning_rate": rates}},
+        }
         opened.note(recipe=recipe)
     execute(tmp_path / "old", f"DELETE FROM units WHERE id = '{GRID[0].id}'")
     with limited(60):
@@ -212,7 +264,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["_set", "_plan", "_insert_record"])
-def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with study(fill(tmp_path / "old")) as opened:
         opened.plan([RUNS])
 
@@ -229,7 +283,9 @@ def test_a_rescue_that_was_killed_has_stored_nothing_and_is_begun_again(step: st
     assert (rescued.results, rescued.to_do, results_in(tmp_path / "new")) == (2, 2, GRID_IDS)
 
 
-def test_a_rescue_does_not_go_into_a_study_of_another_recipe_that_is_just_begun(tmp_path: Path) -> None:
+def test_a_rescue_does_not_go_into_a_study_of_another_recipe_that_is_just_begun(
+    tmp_path: Path,
+) -> None:
     other = RECIPE.model_copy(update={"seeds": 3}).stored()
     with Store.write_to(tmp_path / "new", create={"recipe": other}):
         pass
@@ -261,19 +317,43 @@ def test_the_command_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFix
     assert (code, "there is a study in" in complaint) == (2, True)
     execute(tmp_path / "old", f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'")
     code, said, complaint = run("rescue", str(tmp_path / "old"), str(tmp_path / "third"))
-    assert (code, said.partition(" are")[0], complaint.startswith("lost: row ")) == (1, "1 results", True)
+    assert (code, said.partition(" are")[0], complaint.startswith("lost: row ")) == (
+        1,
+        "1 results",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *(["run", "quickstart", "--out", ""], ["run", "quickstart", "--out="], ["run", "--out", " "], ["run", "quickstart", "--json", ""]),
-        *(["run", "quickstart", "--tensorboard", ""], ["run", "quickstart", "--data", ""], ["table", ""], ["status", ""], ["merge", "", "x"]),
-        *(["table", ".", "--csv", ""], ["companions", ".", "--json="], ["merge", "x", ""], ["rescue", "", "x"], ["bench", "--markdown", ""]),
+        *(
+            ["run", "quickstart", "--out", ""],
+            ["run", "quickstart", "--out="],
+            ["run", "--out", " "],
+            ["run", "quickstart", "--json", ""],
+        ),
+        *(
+            ["run", "quickstart", "--tensorboard", ""],
+            ["run", "quickstart", "--data", ""],
+            ["table", ""],
+            ["status", ""],
+            ["merge", "", "x"],
+        ),
+        *(
+            ["table", ".", "--csv", ""],
+            ["companions", ".", "--json="],
+            ["merge", "x", ""],
+            ["rescue", "", "x"],
+            ["bench", "--markdown", ""],
+        ),
     ],
 )
 def test_an_empty_argument_is_not_the_current_folder(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -284,7 +364,12 @@ def test_an_empty_argument_is_not_the_current_folder(
 
 
 @pytest.mark.parametrize("command", ["status", "rescue"])
-def test_a_file_of_holes_is_not_copied(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_holes_is_not_copied(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A few bytes on the disk may be a terabyte in the folder for temporary files."""
     path, temporary = fill(tmp_path / "old") / FILE, tmp_path / "temporary"
     temporary.mkdir()
@@ -293,7 +378,13 @@ def test_a_file_of_holes_is_not_copied(command: str, tmp_path: Path, capsys: pyt
         file.truncate(2**40)
     path.with_name(f"{FILE}-journal").write_bytes(b"x")
     with pytest.raises(SystemExit, match="2"), limited():
-        main([command, str(tmp_path / "old"), *([str(tmp_path / "new")] if command == "rescue" else [])])
+        main(
+            [
+                command,
+                str(tmp_path / "old"),
+                *([str(tmp_path / "new")] if command == "rescue" else []),
+            ]
+        )
     assert "study.sqlite is larger than that of any study" in capsys.readouterr().err
     assert list(temporary.iterdir()) == []
     assert not (tmp_path / "new").exists()

@@ -38,9 +38,19 @@ def test_a_unit_is_named_by_everything_that_matters_to_its_result_and_by_nothing
     names = {unit.id for unit in GRID}
     assert len(names) == len(GRID)
     for change in ("batch_size=5", "hidden=[8]", "train_examples=60"):
-        assert names.isdisjoint(unit.id for unit in cross_validation(load("quickstart", [change]), "van")), change
-    for change in ("memory_per_task=7", "gradients=looped", "memory=ring", "options.a-gem.reference_batch=9", "union_softmax=false"):
-        assert names <= {unit.id for unit in cross_validation(load("quickstart", [change]), "van")}, change
+        assert names.isdisjoint(
+            unit.id for unit in cross_validation(load("quickstart", [change]), "van")
+        ), change
+    for change in (
+        "memory_per_task=7",
+        "gradients=looped",
+        "memory=ring",
+        "options.a-gem.reference_batch=9",
+        "union_softmax=false",
+    ):
+        assert names <= {
+            unit.id for unit in cross_validation(load("quickstart", [change]), "van")
+        }, change
     assert {unit.id for unit in cross_validation(RECIPE, "a-gem")}.isdisjoint(
         unit.id for unit in cross_validation(load("quickstart", ["memory_per_task=7"]), "a-gem")
     )
@@ -73,10 +83,17 @@ def test_the_plan_survives_and_failed_units_are_tried_again_when_forgiven(tmp_pa
         opened.plan([RUNS])
         opened.fail([GRID[0].id], "Traceback: no")
     with study(tmp_path) as opened:
-        assert [[entry.unit for entry in fleet] for fleet in opened.open_fleets().values()] == [GRID[1:], RUNS]
+        assert [[entry.unit for entry in fleet] for fleet in opened.open_fleets().values()] == [
+            GRID[1:],
+            RUNS,
+        ]
         assert opened.contents.entries[GRID[0].id].traceback == "Traceback: no"
         opened.forgive()
-        assert [[entry.unit for entry in fleet] for fleet in opened.open_fleets().values()] == [GRID[:1], GRID[1:], RUNS]
+        assert [[entry.unit for entry in fleet] for fleet in opened.open_fleets().values()] == [
+            GRID[:1],
+            GRID[1:],
+            RUNS,
+        ]
 
 
 def test_one_process_at_a_time_may_write_and_readers_do_not_mind(tmp_path: Path) -> None:
@@ -98,7 +115,9 @@ def test_reading_leaves_no_trace(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_study_of_an_older_version_whose_process_was_killed_is_read_from_its_log(tmp_path: Path) -> None:
+def test_a_study_of_an_older_version_whose_process_was_killed_is_read_from_its_log(
+    tmp_path: Path,
+) -> None:
     script = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -126,7 +145,9 @@ def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
 # ---- versions
 
 
-def test_a_store_of_an_older_version_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_an_older_version_is_brought_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path)
     older = (tmp_path / FILE).read_bytes()
 
@@ -146,7 +167,9 @@ def test_a_store_of_an_older_version_is_brought_up_to_date(tmp_path: Path, monke
         assert connection.execute("PRAGMA user_version").fetchone() == (2,)
 
 
-def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migration_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path)
 
     def fail_half_way(connection: sqlite3.Connection) -> None:
@@ -162,7 +185,9 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
         assert len(opened.contents.records) == 2
 
 
-def test_a_store_of_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_a_newer_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(database, "VERSION", 9)
         fill(tmp_path)
@@ -193,14 +218,19 @@ def test_the_first_version_can_be_read_forever() -> None:
         ("DELETE FROM units", "rows"),
         ("UPDATE records SET seconds = 9.0", "'records' was altered"),
         ("UPDATE records SET diverged = 1", "'records' was altered"),
-        ("UPDATE units SET configuration = replace(configuration, '0.1', '0.3')", "'units' was altered"),
+        (
+            "UPDATE units SET configuration = replace(configuration, '0.1', '0.3')",
+            "'units' was altered",
+        ),
         ("UPDATE study SET value = replace(value, 'van', 'ewc')", "'study' was altered"),
         ("UPDATE units SET id = 'x' WHERE place = 0", "'units' was altered"),
         ("DROP TABLE records", "no such table"),
         ("PRAGMA application_id = 7", "not a study of onepass"),
     ],
 )
-def test_a_store_that_somebody_edited_is_refused(statement: str, reason: str, tmp_path: Path) -> None:
+def test_a_store_that_somebody_edited_is_refused(
+    statement: str, reason: str, tmp_path: Path
+) -> None:
     fill(tmp_path)
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.execute(statement)
@@ -222,7 +252,9 @@ def test_a_store_that_was_emptied_is_not_taken_for_a_new_one(tmp_path: Path) -> 
 
 
 @pytest.fixture(params=[errno.ENOSPC, errno.EROFS, errno.EIO])
-def broken_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def broken_disk(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], None]:
     def break_it() -> None:
         def refuse(*_: object) -> None:
             raise OSError(request.param, os.strerror(request.param))
@@ -248,12 +280,18 @@ def test_when_arrays_cannot_be_written_nothing_is_stored_and_it_works_later(
     assert len(results_in(tmp_path)) == 2
 
 
-def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_later(tmp_path: Path) -> None:
+def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_later(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path)
     with study(tmp_path) as opened:
-        opened._connection.execute(f"PRAGMA max_page_count = {opened._connection.execute('PRAGMA page_count').fetchone()[0]}")
+        opened._connection.execute(
+            f"PRAGMA max_page_count = {opened._connection.execute('PRAGMA page_count').fetchone()[0]}"
+        )
         with pytest.raises(InputError, match="full"):
-            opened.plan([evaluation(RECIPE.model_copy(update={"seeds": 50}), "van", {"learning_rate": 0.1})])
+            opened.plan(
+                [evaluation(RECIPE.model_copy(update={"seeds": 50}), "van", {"learning_rate": 0.1})]
+            )
         assert len(opened.contents.entries) == 2
         assert opened.open_fleets() == {}
     with study(tmp_path) as opened:
@@ -263,7 +301,15 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    names = [".partial-x", "progress.json", "mine/.partial-notes", "arrays/.partial-x", "arrays/notes.safetensors", "checkpoints/model.pt", "lock"]
+    names = [
+        ".partial-x",
+        "progress.json",
+        "mine/.partial-notes",
+        "arrays/.partial-x",
+        "arrays/notes.safetensors",
+        "checkpoints/model.pt",
+        "lock",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -281,7 +327,13 @@ def test_a_folder_whose_name_cannot_be_is_one_sentence() -> None:
 def test_records_are_the_same_only_if_every_number_is() -> None:
     one = record(GRID[0])
     assert one.same_as(replace(one, seconds=7.0, state_bytes=1))
-    for change in ({"diverged": True}, {"violations": [0, 3, 2]}, {"violations": None}, {"memory_accuracy": None}, {"seed": 4}):
+    for change in (
+        {"diverged": True},
+        {"violations": [0, 3, 2]},
+        {"violations": None},
+        {"memory_accuracy": None},
+        {"seed": 4},
+    ):
         assert not one.same_as(replace(one, **change)), change  # type: ignore[arg-type]
     altered = one.accuracy.copy()
     altered[1, 1] = np.nextafter(altered[1, 1], 1)

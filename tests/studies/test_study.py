@@ -59,11 +59,16 @@ class Scripted:
 
 
 def go(
-    folder: Path, asked: Recipe, script: Callable[[work.Job], Exception | None] = lambda _: None, workers: int = 2
+    folder: Path,
+    asked: Recipe,
+    script: Callable[[work.Job], Exception | None] = lambda _: None,
+    workers: int = 2,
 ) -> tuple[dict[str, Result], Silent]:
     observer = Silent()
     with study.opened(folder, asked) as (store, recipe):
-        found = study.run(recipe, store, Means(workers=workers, checkpoint_every=2), Scripted(script), observer)  # type: ignore[arg-type]
+        found = study.run(
+            recipe, store, Means(workers=workers, checkpoint_every=2), Scripted(script), observer
+        )  # type: ignore[arg-type]
     return found, observer
 
 
@@ -81,7 +86,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return go(tmp_path_factory.mktemp("expected"), small("van,a-gem"))[0]
 
 
-def test_a_study_that_is_stopped_after_any_fleet_does_the_rest_and_ends_bit_identical(expected: dict[str, Result], tmp_path: Path) -> None:
+def test_a_study_that_is_stopped_after_any_fleet_does_the_rest_and_ends_bit_identical(
+    expected: dict[str, Result], tmp_path: Path
+) -> None:
     stored: list[str] = []
     for allowed in (1, 2, 1):
         left = allowed
@@ -102,14 +109,20 @@ def test_a_study_that_is_stopped_after_any_fleet_does_the_rest_and_ends_bit_iden
     assert len(observer.stored_units) + len(stored) == 2 + 2 + 1 + 2
 
 
-def test_one_more_method_or_seed_adds_just_that(expected: dict[str, Result], tmp_path: Path) -> None:
+def test_one_more_method_or_seed_adds_just_that(
+    expected: dict[str, Result], tmp_path: Path
+) -> None:
     _, first = go(tmp_path, small("van", 2))
     assert len(first.stored_units) == 2 + 2
     found, second = go(tmp_path, small("a-gem", 2))
     assert len(second.stored_units) == 1 + 2
     assert same(found, expected)
-    other_grids = small("a-gem", 2, ["grids.van.learning_rate=[0.3, 0.01]", "options.ewc.fisher_every=3"])
-    assert go(tmp_path, other_grids)[1].stored_units == [], "grids and options of methods that are not asked for do not matter"
+    other_grids = small(
+        "a-gem", 2, ["grids.van.learning_rate=[0.3, 0.01]", "options.ewc.fisher_every=3"]
+    )
+    assert go(tmp_path, other_grids)[1].stored_units == [], (
+        "grids and options of methods that are not asked for do not matter"
+    )
     _, third = go(tmp_path, small("van", 3))
     assert len(third.stored_units) == 2  # a seed for each of two methods
     found, fourth = go(tmp_path, small("van", 1))
@@ -120,7 +133,9 @@ def test_one_more_method_or_seed_adds_just_that(expected: dict[str, Result], tmp
 def test_a_larger_grid_is_tried_and_chosen_from(tmp_path: Path) -> None:
     found, _ = go(tmp_path, small(changes=["train_examples=100", "grids.van.learning_rate=0.0001"]))
     assert found["van"].hyperparameters == {"learning_rate": 0.0001}
-    found, more = go(tmp_path, small(changes=["train_examples=100", "grids.van.learning_rate=[0.0001, 0.1]"]))
+    found, more = go(
+        tmp_path, small(changes=["train_examples=100", "grids.van.learning_rate=[0.0001, 0.1]"])
+    )
     assert found["van"].hyperparameters == {"learning_rate": 0.1}
     assert len(more.stored_units) == 1 + 2
 
@@ -146,10 +161,14 @@ def test_a_study_without_results_may_become_another_one(tmp_path: Path) -> None:
     found, _ = go(tmp_path, small("van", 1))
     assert len(found["van"].records) == 1
     with Store.read(tmp_path) as store:
-        assert {entry.unit.configuration["batch_size"] for entry in store.contents.entries.values()} == {10}
+        assert {
+            entry.unit.configuration["batch_size"] for entry in store.contents.entries.values()
+        } == {10}
 
 
-def test_a_fleet_that_is_being_stored_when_the_user_interrupts_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_that_is_being_stored_when_the_user_interrupts_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add, interrupts = Store.add, [KeyboardInterrupt]
 
     def interrupted(store: Store, *arguments: object) -> None:
@@ -164,7 +183,9 @@ def test_a_fleet_that_is_being_stored_when_the_user_interrupts_is_stored(tmp_pat
         assert len(store.contents.records) == 2
 
 
-def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace = os.replace
 
     def interrupted(written: str | Path, path: str | Path) -> None:
@@ -206,7 +227,9 @@ def test_the_stored_plan_decides_the_fleets_and_not_the_workers_of_today(tmp_pat
     assert [len(job.units) for job in executor_.jobs if job.part == "cv"] == [2, 2, 2]
 
 
-def test_a_fleet_that_fails_three_times_is_recorded_with_its_traceback_and_the_others_go_on(expected: dict[str, Result], tmp_path: Path) -> None:
+def test_a_fleet_that_fails_three_times_is_recorded_with_its_traceback_and_the_others_go_on(
+    expected: dict[str, Result], tmp_path: Path
+) -> None:
     tries, best = 0, expected["van"].hyperparameters
 
     def fail(job: work.Job) -> Exception | None:
@@ -219,9 +242,15 @@ def test_a_fleet_that_fails_three_times_is_recorded_with_its_traceback_and_the_o
         except ZeroDivisionError as error:
             return error
 
-    found, observer = go(tmp_path, small("van,a-gem"), fail, workers=8)  # so many that each grid point is a fleet
+    found, observer = go(
+        tmp_path, small("van,a-gem"), fail, workers=8
+    )  # so many that each grid point is a fleet
     assert tries == 3
-    assert observer.troubles == ["a bug, 2 attempts left", "a bug, 1 attempts left", "a bug, given up"]
+    assert observer.troubles == [
+        "a bug, 2 attempts left",
+        "a bug, 1 attempts left",
+        "a bug, given up",
+    ]
     assert found["van"].hyperparameters == best, "chosen from the grid points that are left"
     assert len(found["van"].records) == len(found["a-gem"].records) == 2
     (text,) = found["van"].failed.values()
@@ -232,7 +261,9 @@ def test_a_fleet_that_fails_three_times_is_recorded_with_its_traceback_and_the_o
     assert not again["van"].failed
 
 
-def test_a_fleet_whose_worker_died_is_given_to_another(expected: dict[str, Result], tmp_path: Path) -> None:
+def test_a_fleet_whose_worker_died_is_given_to_another(
+    expected: dict[str, Result], tmp_path: Path
+) -> None:
     died: set[str] = set()
 
     def die_once(job: work.Job) -> Exception | None:
@@ -250,7 +281,9 @@ def test_a_fleet_that_does_not_fit_is_split_until_it_does(tmp_path: Path) -> Non
     script = lambda job: work.OutOfMemoryError("too large") if len(job.units) > 1 else None  # noqa: E731
     asked = small(seeds=1, changes=["cv_seeds=4"])
     found, observer = go(tmp_path, asked, script, workers=1)
-    assert [trouble.split(",")[0] for trouble in observer.troubles] == [f"out of memory with {n} runs side by side" for n in (8, 4, 2)]
+    assert [trouble.split(",")[0] for trouble in observer.troubles] == [
+        f"out of memory with {n} runs side by side" for n in (8, 4, 2)
+    ]
     assert len(found["van"].records) == 1
     with Store.read(tmp_path) as store:
         fleets = [store.contents.entries[unit.id].fleet for unit in cross_validation(asked, "van")]
@@ -258,7 +291,11 @@ def test_a_fleet_that_does_not_fit_is_split_until_it_does(tmp_path: Path) -> Non
 
 
 def test_a_single_run_that_does_not_fit_fails(tmp_path: Path) -> None:
-    found, _ = go(tmp_path, small("van,a-gem", 1), lambda job: work.OutOfMemoryError("too large") if job.method == "van" else None)
+    found, _ = go(
+        tmp_path,
+        small("van,a-gem", 1),
+        lambda job: work.OutOfMemoryError("too large") if job.method == "van" else None,
+    )
     assert len(found["van"].failed) == 2
     assert all("OutOfMemoryError" in text for text in found["van"].failed.values())
     assert len(found["a-gem"].records) == 1
@@ -270,10 +307,16 @@ def out_of_gpu_memory() -> None:
 
 @pytest.mark.parametrize(
     "fail",
-    [lambda *_, **__: bytearray(1 << 60), lambda *_, **__: torch.empty(1 << 50), lambda *_, **__: out_of_gpu_memory()],
+    [
+        lambda *_, **__: bytearray(1 << 60),
+        lambda *_, **__: torch.empty(1 << 50),
+        lambda *_, **__: out_of_gpu_memory(),
+    ],
     ids=["python", "torch", "cuda"],
 )
-def test_running_out_of_memory_is_recognised(fail: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_recognised(
+    fail: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(work, "train", fail)
     job = work.Job(small(), "van", "cv", tuple(cross_validation(small(), "van")), None, "cpu")
     with pytest.raises(work.OutOfMemoryError):
@@ -294,11 +337,24 @@ def test_checkpoints_are_gone_when_their_fleet_is_stored(tmp_path: Path) -> None
 def test_a_checkpoint_of_another_fleet_is_never_used(tmp_path: Path) -> None:
     go(tmp_path, small())
     jobs = [
-        work.Job(small(changes=[change]), "van", "cv", tuple(cross_validation(small(changes=[change]), "van")), None, "cpu", str(tmp_path))
+        work.Job(
+            small(changes=[change]),
+            "van",
+            "cv",
+            tuple(cross_validation(small(changes=[change]), "van")),
+            None,
+            "cpu",
+            str(tmp_path),
+        )
         for change in ("batch_size=10", "batch_size=5")
     ]
     assert jobs[0].name != jobs[1].name
-    assert work.Job(small(), "van", "cv", jobs[0].units, None, "cpu", str(tmp_path / "nowhere")).checkpoints() is None
+    assert (
+        work.Job(
+            small(), "van", "cv", jobs[0].units, None, "cpu", str(tmp_path / "nowhere")
+        ).checkpoints()
+        is None
+    )
 
 
 class Counting(Silent):
@@ -315,13 +371,20 @@ class Counting(Silent):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_thread_and_local_processes_give_the_same_records(workers: int, expected: dict[str, Result], tmp_path: Path) -> None:
-    with study.opened(tmp_path, small("van,a-gem")) as (store, recipe), executor(workers, 1) as where:
+def test_a_thread_and_local_processes_give_the_same_records(
+    workers: int, expected: dict[str, Result], tmp_path: Path
+) -> None:
+    with (
+        study.opened(tmp_path, small("van,a-gem")) as (store, recipe),
+        executor(workers, 1) as where,
+    ):
         observer = Counting()
         found = study.run(recipe, store, Means(workers=2), where, observer)
     assert same(found, expected)
     assert observer.done == sorted(observer.done)
-    assert observer.done[-1] == 3 * 9 + 4 * 51  # three grid points on three tasks, four runs on seventeen, of three batches each
+    assert (
+        observer.done[-1] == 3 * 9 + 4 * 51
+    )  # three grid points on three tasks, four runs on seventeen, of three batches each
     assert observer.shares[-1] == 1.0
 
 
@@ -333,10 +396,18 @@ def shown(folder: Path) -> str:
 
 def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
-        go(tmp_path, small("van,a-gem"), lambda job: StorageError("full") if job.method == "van" else None)
+        go(
+            tmp_path,
+            small("van,a-gem"),
+            lambda job: StorageError("full") if job.method == "van" else None,
+        )
     text = shown(tmp_path)
     assert "nobody is working on it: go on with 'onepass run --out" in text
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(("van", "a-gem"))}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in text.splitlines()
+        if line.startswith(("van", "a-gem"))
+    }
     assert rows == {"van": ["0/2", "0/2"], "a-gem": ["1/1", "2/2"]}
     with Store.write_to(tmp_path) as store:
         planned = next(iter(store.open_fleets().values()))[0].unit
@@ -346,7 +417,15 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
         text = shown(tmp_path)
         assert "3 of 7 units done, 1 running, 1 failed; about 2 min left" in text
         assert f"{planned.id} (van): ValueError: a bug" in text
-        for odd in ("{", "[]", '{"running": []}', '{"running": {}, "steps": 1}', json.dumps(now | {"left": None}), '{"left": 1e999}', "[" * 20_000):
+        for odd in (
+            "{",
+            "[]",
+            '{"running": []}',
+            '{"running": {}, "steps": 1}',
+            json.dumps(now | {"left": None}),
+            '{"left": 1e999}',
+            "[" * 20_000,
+        ):
             (tmp_path / study.PROGRESS).write_text(odd)
             assert "not known yet" in shown(tmp_path)
         (tmp_path / study.PROGRESS).write_text(json.dumps(now | {"left": 0}))
@@ -359,7 +438,9 @@ def test_status_counts_what_the_recipe_wants_now(tmp_path: Path) -> None:
     more = small(changes=["train_examples=100", "grids.van.learning_rate=[0.0001, 0.1]"])
     with pytest.raises(StorageError):
         go(tmp_path, more, lambda job: StorageError("stop") if job.part == "ev" else None)
-    assert "2 of 4 units done" in shown(tmp_path), "the two runs of what was chosen before do not count"
+    assert "2 of 4 units done" in shown(tmp_path), (
+        "the two runs of what was chosen before do not count"
+    )
     go(tmp_path, more)
     assert "4 of 4 units done, 0 running, 0 failed\n" in shown(tmp_path)
 
@@ -377,10 +458,15 @@ def test_snapshots_do_not_change_what_is_learnt(tmp_path: Path) -> None:
     assert np.array_equal(work.work(job)[0][0].accuracy, plain[0].accuracy)
 
 
-def test_a_number_of_examples_that_fits_the_first_seeds_only_is_refused_before_anything_is_trained() -> None:
+def test_a_number_of_examples_that_fits_the_first_seeds_only_is_refused_before_anything_is_trained() -> (
+    None
+):
     study.try_stream(load("split-digits", ["test_examples=62"], seeds=3), None)
     for seeds in (4, 5):
-        with pytest.raises(InputError, match="test_examples=62 is not possible: a task of seed 3 has only 60 of them; 60 fit every seed"):
+        with pytest.raises(
+            InputError,
+            match="test_examples=62 is not possible: a task of seed 3 has only 60 of them; 60 fit every seed",
+        ):
             study.try_stream(load("split-digits", ["test_examples=62"], seeds=seeds), None)
     with pytest.raises(InputError, match="seed 3 has only 61 of them"):
         study.try_stream(load("split-digits", ["test_examples=62", "cv_seeds=10"], seeds=3), None)

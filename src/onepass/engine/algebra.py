@@ -23,7 +23,9 @@ def gram(vectors: Tensor) -> Tensor:
     with products(vectors.device, tf32=False):
         for row in vectors.unbind(0):
             pieces, rest = row[:, :whole].view(len(row), -1, CHUNK).transpose(0, 1), row[:, whole:]
-            found.append((pieces @ pieces.mT).sum(0, dtype=torch.float64) + (rest @ rest.T).double())
+            found.append(
+                (pieces @ pieces.mT).sum(0, dtype=torch.float64) + (rest @ rest.T).double()
+            )
     return torch.stack(found)
 
 
@@ -33,6 +35,10 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     >>> dot(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])).tolist()
     [[3.0], [8.0]]
     """
-    if a.device.type == "cpu" or len(a) == 1:  # a product a row reads memory once; a batched one writes all products out first
-        return torch.stack([torch.dot(x, y) for x, y in zip(a.unbind(0), b.unbind(0), strict=True)])[:, None]
+    if (
+        a.device.type == "cpu" or len(a) == 1
+    ):  # a product a row reads memory once; a batched one writes all products out first
+        return torch.stack(
+            [torch.dot(x, y) for x, y in zip(a.unbind(0), b.unbind(0), strict=True)]
+        )[:, None]
     return (a * b).sum(1, keepdim=True)

@@ -22,8 +22,17 @@ class Architecture:
     fast kernels want them, so that no step converts them.
     """
 
-    def __init__(self, module: nn.Module, prepare: Prepare, head: str | None = None, align: int = 1, channels_last: bool = False) -> None:
-        parameters = sorted(module.named_parameters(), key=lambda item: item[1].requires_grad)  # stable: frozen first, then in order
+    def __init__(
+        self,
+        module: nn.Module,
+        prepare: Prepare,
+        head: str | None = None,
+        align: int = 1,
+        channels_last: bool = False,
+    ) -> None:
+        parameters = sorted(
+            module.named_parameters(), key=lambda item: item[1].requires_grad
+        )  # stable: frozen first, then in order
         self.module = module
         self.prepare = prepare
         self.names = [name for name, _ in parameters]
@@ -31,20 +40,32 @@ class Architecture:
         self.lengths = [p.numel() for _, p in parameters]
         self._moved = [channels_last and p.dim() == 4 for _, p in parameters]
         self.size = sum(self.lengths)
-        self.starts = [0, *accumulate(-(-length // align) * align for length in self.lengths)]  # kernels want parameters at such places
+        self.starts = [
+            0,
+            *accumulate(-(-length // align) * align for length in self.lengths),
+        ]  # kernels want parameters at such places
         self.frozen = sum(not p.requires_grad for _, p in parameters)
-        self.width = self.starts[-1]  # of a row; what is between the parameters is zero and stays zero
+        self.width = self.starts[
+            -1
+        ]  # of a row; what is between the parameters is zero and stays zero
         self.trainable = slice(self.starts[self.frozen], self.width)
         self.convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        self._head = module.get_submodule(head) if head is not None else linear[-1] if linear else None
+        self._head = (
+            module.get_submodule(head) if head is not None else linear[-1] if linear else None
+        )
 
     def views(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of `theta` `[…, P]`, in the order of `names`."""
         lead = theta.shape[:-1]
-        parts = [theta[..., start : start + length] for start, length in zip(self.starts, self.lengths, strict=False)]
+        parts = [
+            theta[..., start : start + length]
+            for start, length in zip(self.starts, self.lengths, strict=False)
+        ]
         return [
-            part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3) if moved else part.view((*lead, *shape))
+            part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3)
+            if moved
+            else part.view((*lead, *shape))
             for part, shape, moved in zip(parts, self.shapes, self._moved, strict=True)
         ]
 
@@ -68,7 +89,13 @@ class Architecture:
         """The parameters of `theta` `[…, P]` alone, one behind the other."""
         return torch.cat([view.reshape(*theta.shape[:-1], -1) for view in self.views(theta)], -1)
 
-    def call(self, parameters: list[Tensor], buffers: dict[str, Tensor], x: Tensor, descriptors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(
+        self,
+        parameters: list[Tensor],
+        buffers: dict[str, Tensor],
+        x: Tensor,
+        descriptors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """Logits, and the features that enter the last linear layer (the logits themselves where there is none)."""
         inputs = (self.prepare(x),) if descriptors is None else (self.prepare(x), descriptors)
         values = dict(zip(self.names, parameters, strict=True)) | buffers

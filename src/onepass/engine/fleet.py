@@ -8,7 +8,7 @@ method.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from onepass.draws import Purpose, Source, torch_seeded
-from onepass.engine.answers import Answers
 from onepass.engine.architecture import Architecture, Prepare
-from onepass.engine.branches import lane
+from onepass.engine.batch import Batch
+from onepass.engine.cuda_streams import lane
+from onepass.engine.forward import ForwardGraphs, TracedForward
 from onepass.engine.gradients import Gradients, Loss, Mode, Point
-from onepass.engine.looks import Looks
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.random_numbers import Purpose, RandomNumbers, torch_seeded
 
 Build = Callable[[], nn.Module]
 ALIGN = 32  # numbers: from such places matrix products on a GPU take half the time, and batch-norm fails from some others
@@ -80,14 +79,20 @@ class Fleet:
         head: str | None = None,
     ) -> None:
         if not seeds or len(learning_rate) != len(seeds):
-            raise InputError(f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}")
+            raise InputError(
+                f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}"
+            )
         self.device = torch.device(device)
         self.seeds = torch.tensor(list(seeds), device=self.device)
         self.slots = slots
         self.competition = slots.on(self.device)
         self.learning_rate = torch.tensor(list(learning_rate), device=self.device)[:, None]
-        self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)  # active steps of each run so far
-        self.tick: int | None = None  # inside a step: how many there were before it, as the host counts them
+        self.step = torch.zeros(
+            self.runs, dtype=torch.int64, device=self.device
+        )  # active steps of each run so far
+        self.tick: int | None = (
+            None  # inside a step: how many there were before it, as the host counts them
+        )
         self.ticks = 0  # steps so far
         self._partial = False  # some runs sat the last step out
         self._alive = torch.ones(self.runs, dtype=torch.bool, device=self.device)  # not diverged
@@ -128,7 +133,10 @@ class Fleet:
 
         def carry(old: Tensor, into: Tensor | None = None) -> Tensor:
             new = old.new_zeros(len(old), after.width) if into is None else into
-            _fill(dict(zip(before.names, before.views(old), strict=True)), dict(zip(after.names, after.views(new), strict=True)))
+            _fill(
+                dict(zip(before.names, before.views(old), strict=True)),
+                dict(zip(after.names, after.views(new), strict=True)),
+            )
             return new
 
         carry(theta, self.theta)
@@ -136,22 +144,30 @@ class Fleet:
         return carry
 
     def _build(self, build: Build, seed: int) -> nn.Module:
-        with torch_seeded(int(Source([seed], Purpose.INITIAL).bits(self._generation, 1)), torch.device("cpu")):
+        with torch_seeded(
+            int(RandomNumbers([seed], Purpose.INITIAL).bits(self._generation, 1)),
+            torch.device("cpu"),
+        ):
             return build()
 
     def _assemble(self, modules: list[nn.Module]) -> None:
         align = ALIGN if self.device.type == "cuda" else 1
-        self.architecture = Architecture(modules[0], self._prepare, self._head, align, channels_last=True)
+        self.architecture = Architecture(
+            modules[0], self._prepare, self._head, align, channels_last=True
+        )
         self.theta = torch.stack([self.architecture.flatten(m) for m in modules]).to(self.device)
         gaps = self.architecture.gaps()
         self.gaps = None if gaps is None else gaps.to(self.device)
         everyone = [dict(m.named_buffers()) for m in modules]
-        self._buffers = {name: aligned(torch.stack([b[name] for b in everyone]).to(self.device), align) for name in everyone[0]}
+        self._buffers = {
+            name: aligned(torch.stack([b[name] for b in everyone]).to(self.device), align)
+            for name in everyone[0]
+        }
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
         self.gradients = Gradients(self.architecture, self._mode, self.runs)
-        self.answers = Answers(self.architecture, traces=self.device.type == "cuda")
-        self.looks = Looks()
+        self._traced = TracedForward(self.architecture, traces=self.device.type == "cuda")
+        self._forward_graphs = ForwardGraphs()
 
     # ---- what learners call
 
@@ -176,11 +192,21 @@ class Fleet:
         """
         if self.architecture.module.training != training:
             self.architecture.module.train(training)
-        at = Point(self.theta if theta is None else theta, self.buffers, self.descriptors, self.seeds, self.step)
-        g, losses = self.gradients(at, batch, loss or self.cross_entropy, update_buffers and training)
+        at = Point(
+            self.theta if theta is None else theta,
+            self.buffers,
+            self.descriptors,
+            self.seeds,
+            self.step,
+        )
+        g, losses = self.gradients(
+            at, batch, loss or self.cross_entropy, update_buffers and training
+        )
         if theta is None and training:
             self._alive.logical_and_(losses < (limit or (LOST if loss is None else math.inf)))
-            self._active.logical_and_(self._alive)  # a run that diverges in a step does not take it, and counts nothing in it
+            self._active.logical_and_(
+                self._alive
+            )  # a run that diverges in a step does not take it, and counts nothing in it
         return g, losses
 
     def workspace(self) -> AbstractContextManager[None]:
@@ -191,28 +217,53 @@ class Fleet:
         return self.competition.cross_entropy(logits, slots)
 
     @torch.no_grad()
-    def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
-        """Logits and features in evaluation mode; changes nothing."""
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        theta: Tensor | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        variant: Hashable = None,
+    ) -> Output:
+        """Logits and features in evaluation mode; changes nothing.
+
+        A network that computes in several ways, by a setting of the module, names the one that is
+        set now as `variant` (progressive networks: the column that answers).
+        """
         self.architecture.module.eval()
         mine = theta is None and buffers is None
-        theta, statistics = self.theta if theta is None else theta, dict(self.buffers if buffers is None else buffers)
+        theta = self.theta if theta is None else theta
+        statistics = dict(self.buffers if buffers is None else buffers)
         parameters = self.architecture.views(theta)
         if self.gradients.stacked and self.device.type == "cuda":
             described = None if self.descriptors is None else 0
-            return Output(*vmap(self.architecture.call, in_dims=(0, 0, 0, described))(parameters, statistics, batch.x, self.descriptors))
+            call = vmap(self.architecture.call, in_dims=(0, 0, 0, described))
+            return Output(*call(parameters, statistics, batch.x, self.descriptors))
         places = [t.data_ptr() for t in (theta, *statistics.values())]
-        depends = *places, getattr(self.architecture.module, "shown", None), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-        settled = mine and self.answers.settled(batch.x[0])
-        return Output(*self.looks(lambda x: self._answers(parameters, statistics, x), batch.x, depends, settled))
+        precision = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+        return Output(
+            *self._forward_graphs(
+                lambda x: self._run_by_run(parameters, statistics, x, variant),
+                batch.x,
+                depends=(*places, variant, *precision),
+                settled=mine and self._traced.is_settled(batch.x[0], variant),
+            )
+        )
 
-    def _answers(self, parameters: Sequence[Tensor], buffers: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run by run."""
+    def _run_by_run(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Mapping[str, Tensor],
+        x: Tensor,
+        variant: Hashable,
+    ) -> tuple[Tensor, Tensor]:
         results = []
         for r in range(self.runs):
             mine = {name: b[r] for name, b in buffers.items()}
             described = None if self.descriptors is None else self.descriptors[r]
             with lane(r):
-                results.append(self.answers([p[r] for p in parameters], mine, x[r], described))
+                own = [p[r] for p in parameters]
+                results.append(self._traced(own, mine, x[r], described, variant))
         logits, features = zip(*results, strict=True)
         return torch.stack(logits), torch.stack(features)
 
@@ -220,7 +271,11 @@ class Fleet:
 
     def learn(self, learner: Steps, batch: Batch) -> None:
         """One step: ask the learner for a direction, apply it, tell the learner what was really done."""
-        present = None if batch.sizes is None else torch.tensor([n > 0 for n in batch.sizes], device=self.device)
+        present = (
+            None
+            if batch.sizes is None
+            else torch.tensor([n > 0 for n in batch.sizes], device=self.device)
+        )
         if present is not None or self._partial:
             self._gate(present)
         self._partial = present is not None
@@ -255,7 +310,9 @@ class Fleet:
 
     def _apply(self, direction: Tensor) -> None:
         rate = torch.where(self.active, self.learning_rate, 0.0)
-        self._learning.addcmul_(rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1)
+        self._learning.addcmul_(
+            rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1
+        )
 
     def diverged(self) -> list[bool]:
         """Which runs have diverged, parameters that are not finite included; for the end of a task, since it asks the device."""
@@ -293,5 +350,7 @@ def aligned(stack: Tensor, align: int) -> Tensor:
 
 def _fill(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     for name in old.keys() & new.keys():
-        corner = tuple(slice(min(a, b)) for a, b in zip(old[name].shape, new[name].shape, strict=True))
+        corner = tuple(
+            slice(min(a, b)) for a, b in zip(old[name].shape, new[name].shape, strict=True)
+        )
         new[name][corner] = old[name][corner]

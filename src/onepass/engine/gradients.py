@@ -18,18 +18,20 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.fx import GraphModule
 
-from onepass.draws import Purpose, one_of_bits, torch_seeded
 from onepass.engine.architecture import Architecture
-from onepass.engine.branches import is_branching, lane
-from onepass.engine.judging import is_right, rows_of
+from onepass.engine.batch import Batch
+from onepass.engine.cuda_streams import is_capturing, lane
 from onepass.engine.precision import products
-from onepass.engine.program import DrawsRandomNumbersError, Program, resized, trace
+from onepass.engine.tracing import DrawsRandomNumbersError, Program, resized, trace
+from onepass.engine.verification import rows_of, verify_trace
 from onepass.errors import first_line, is_out_of_memory
-from onepass.streams.batch import Batch
+from onepass.random_numbers import Purpose, bits_at, torch_seeded
 
 log = logging.getLogger(__name__)
 
-Loss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]  # (logits [B, S], slots [B], extra) -> scalar
+Loss = Callable[
+    [Tensor, Tensor, Mapping[str, Tensor]], Tensor
+]  # (logits [B, S], slots [B], extra) -> scalar
 Mode = Literal["auto", "looped", "stacked"]
 
 
@@ -106,7 +108,7 @@ class _Views:
 
 
 @dataclass(frozen=True)
-class _Unjudged:
+class _Unverified:
     """A program that only runs that have diverged were asked about, and how many more will be: if all have, anything is right."""
 
     program: GraphModule
@@ -121,22 +123,40 @@ class Gradients:
         self.architecture = architecture
         # Stacking saves dispatches, so it wins wherever there are several runs (`onepass bench --both` prints both), except that
         # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
-        self.stacked = mode == "stacked" or (mode == "auto" and rows > 1 and not architecture.convolutional)
+        self.stacked = mode == "stacked" or (
+            mode == "auto" and rows > 1 and not architecture.convolutional
+        )
         self._rows = rows
         self._programs: dict[Hashable, Program | None] = {}
         self._traces: dict[Hashable, dict[int, GraphModule]] = {}  # up to two sizes of batches each
-        self._unjudged: dict[Hashable, _Unjudged] = {}
-        self._random: bool | None = None  # do the model's own layers draw random numbers? None: nobody knows
+        self._unverified: dict[Hashable, _Unverified] = {}
+        self._random: bool | None = (
+            None  # do the model's own layers draw random numbers? None: nobody knows
+        )
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
         self._in_use: int | None = None
         self._passes = 0  # gradients taken in this step: each has its own dropout
 
-    def __call__(self, at: Point, batch: Batch, loss: Loss, update_buffers: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, at: Point, batch: Batch, loss: Loss, update_buffers: bool
+    ) -> tuple[Tensor, Tensor]:
         self._passes = 1 if self._in_use is None else self._passes + 1
-        row = _Row(self.architecture, loss, tuple(at.buffers), at.descriptors is not None, tuple(batch.extra))
-        buffers = at.buffers if update_buffers else {name: _copy(b) for name, b in at.buffers.items()}
-        given = [x for x in (batch.x, batch.slots, at.descriptors, *batch.extra.values()) if x is not None]
+        row = _Row(
+            self.architecture,
+            loss,
+            tuple(at.buffers),
+            at.descriptors is not None,
+            tuple(batch.extra),
+        )
+        buffers = (
+            at.buffers if update_buffers else {name: _copy(b) for name, b in at.buffers.items()}
+        )
+        given = [
+            x
+            for x in (batch.x, batch.slots, at.descriptors, *batch.extra.values())
+            if x is not None
+        ]
         if batch.sizes is None:
             space = self._workspace(at.theta)
             return space.whole, self._all(row, at, [*buffers.values(), *given], space)
@@ -187,9 +207,15 @@ class Gradients:
             if program is not None:
                 return program(*theta.stack, *given, *g.stack[frozen:])
         values = []
-        for r, (parameters, inputs, places) in enumerate(zip(theta.rows, rows_of(given), g.rows, strict=True)):
+        for r, (parameters, inputs, places) in enumerate(
+            zip(theta.rows, rows_of(given), g.rows, strict=True)
+        ):
             arguments = (*parameters, *inputs)
-            program = None if self._random else self._program(row, arguments, places[frozen:], stacked=False)
+            program = (
+                None
+                if self._random
+                else self._program(row, arguments, places[frozen:], stacked=False)
+            )
             if program is not None:
                 with lane(len(theta.rows) * self._passes + r):
                     values.append(program(*arguments, *places[frozen:]))
@@ -197,46 +223,74 @@ class Gradients:
                 values.append(self._by_autograd(row, at, r, arguments, places))
         return torch.stack(values) if len(values) > 1 else values[0][None]
 
-    def _by_autograd(self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    def _by_autograd(
+        self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]
+    ) -> Tensor:
         """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""
-        luck: AbstractContextManager[object] = nullcontext()
+        seeded: AbstractContextManager[object] = nullcontext()
         if self._random is not False:
-            luck = torch_seeded(one_of_bits(int(at.seeds[r]), Purpose.LAYERS, int(at.step[r]), self._passes - 1), at.theta.device)
-        with luck:
+            seeded = torch_seeded(
+                bits_at(int(at.seeds[r]), Purpose.LAYERS, int(at.step[r]), self._passes - 1),
+                at.theta.device,
+            )
+        with seeded:
             gradients, value = row.autograd(arguments)
         for gradient, place in zip(gradients, places[self.architecture.frozen :], strict=True):
             place.copy_(gradient)
         return value
 
-    def _program(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> Program | None:
+    def _program(
+        self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool
+    ) -> Program | None:
         inputs = arguments[len(self.architecture.names) + len(row.buffers) :]
-        key = (stacked, self.architecture.module.training, row.loss, row.extra, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        if is_branching():  # a pass that is captured is not done again
+        key = (
+            stacked,
+            self.architecture.module.training,
+            row.loss,
+            row.extra,
+            *((tensor.shape, tensor.dtype) for tensor in inputs),
+        )
+        if is_capturing():  # a pass that is captured is not done again
             return self._programs.get(key)
-        if key not in self._programs or key in self._unjudged:
+        if key not in self._programs or key in self._unverified:
             self._build(key, row, arguments, outputs, stacked)
-        return None if key in self._unjudged else self._programs[key]
+        return None if key in self._unverified else self._programs[key]
 
-    def _build(self, key: Hashable, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> None:
+    def _build(
+        self,
+        key: Hashable,
+        row: _Row,
+        arguments: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        stacked: bool,
+    ) -> None:
         """Note the program, or None if there is none that can be used. A run that has diverged cannot tell, so then others are asked."""
         way = "stacked" if stacked else "traced"
         try:
-            if key not in self._unjudged:
+            if key not in self._unverified:
                 with torch_seeded(0, arguments[0].device):  # tracing runs the model once
                     made, is_new = self._traced(row, arguments, outputs, stacked)
-                self._unjudged[key] = _Unjudged(made, is_new, asked=8 if stacked else 8 + 2 * self._rows)
-            one = self._unjudged[key]
-            with products(arguments[0].device, tf32=False):  # TF32 is about as far off as what is looked for
-                judged = is_right(row, one.program, arguments, outputs, stacked, 1e-3 if one.is_new else 2e-2)
+                self._unverified[key] = _Unverified(
+                    made, is_new, asked=8 if stacked else 8 + 2 * self._rows
+                )
+            one = self._unverified[key]
+            with products(
+                arguments[0].device, tf32=False
+            ):  # TF32 is about as far off as what is looked for
+                judged = verify_trace(
+                    row, one.program, arguments, outputs, stacked, 1e-3 if one.is_new else 2e-2
+                )
             self._programs[key] = one.program.forward
-            if self.architecture.module.training:  # in evaluation, dropout draws nothing and says nothing
+            if (
+                self.architecture.module.training
+            ):  # in evaluation, dropout draws nothing and says nothing
                 self._random = False
             if judged:
-                known, size = self._judged(row, arguments, stacked)
+                known, size = self._verified(row, arguments, stacked)
                 if len(known) < 2:
                     known[size] = one.program
             elif one.asked > 1:
-                self._unjudged[key] = replace(one, asked=one.asked - 1)
+                self._unverified[key] = replace(one, asked=one.asked - 1)
                 return
         except DrawsRandomNumbersError as reason:
             self._random = True
@@ -245,13 +299,19 @@ class Gradients:
         except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
             if is_out_of_memory(reason):
                 raise
-            log.warning("gradients are not %s but computed by plain autograd, run by run: %s", way, first_line(reason))
+            log.warning(
+                "gradients are not %s but computed by plain autograd, run by run: %s",
+                way,
+                first_line(reason),
+            )
             self._programs[key] = None
-        self._unjudged.pop(key, None)
+        self._unverified.pop(key, None)
 
-    def _traced(self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool) -> tuple[GraphModule, bool]:
+    def _traced(
+        self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool
+    ) -> tuple[GraphModule, bool]:
         """A program for batches of this size, and whether it is new or made from two for other sizes, where they tell what depends on it."""
-        known, size = self._judged(row, arguments, stacked)
+        known, size = self._verified(row, arguments, stacked)
         if len(known) == 2 and not row.described:
             (a, one), (b, other) = known.items()
             made = resized(one, a, other, b, size)
@@ -259,14 +319,22 @@ class Gradients:
                 return made, False
         return trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs)), True
 
-    def _judged(self, row: _Row, arguments: Sequence[Tensor], stacked: bool) -> tuple[dict[int, GraphModule], int]:
+    def _verified(
+        self, row: _Row, arguments: Sequence[Tensor], stacked: bool
+    ) -> tuple[dict[int, GraphModule], int]:
         """Up to two programs for batches of other sizes, and the size of this one."""
         inputs, at = arguments[len(self.architecture.names) + len(row.buffers) :], int(stacked)
-        shapes = tuple((tensor.shape[:at], tensor.shape[at + 1 :], tensor.dtype) for tensor in inputs)
-        known = self._traces.setdefault((stacked, self.architecture.module.training, row.loss, row.extra, shapes), {})
+        shapes = tuple(
+            (tensor.shape[:at], tensor.shape[at + 1 :], tensor.dtype) for tensor in inputs
+        )
+        known = self._traces.setdefault(
+            (stacked, self.architecture.module.training, row.loss, row.extra, shapes), {}
+        )
         return known, inputs[0].shape[at]
 
 
 def _copy(buffer: Tensor) -> Tensor:
     """A copy whose rows lie as far apart: kernels want them at certain places."""
-    return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device).copy_(buffer)
+    return torch.empty_strided(
+        buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device
+    ).copy_(buffer)

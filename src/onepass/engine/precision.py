@@ -20,7 +20,12 @@ def products(device: torch.device, *, tf32: bool, tried: int = 0) -> Iterator[No
         yield
         return
     cudnn = torch.backends.cudnn
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit
+    before = (
+        torch.get_float32_matmul_precision(),
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        cudnn.benchmark_limit,
+    )
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     cudnn.allow_tf32, cudnn.benchmark = tf32, tried > 0
     cudnn.benchmark_limit = tried or before[3]

@@ -38,24 +38,58 @@ class Method:
     @property
     def grid(self) -> dict[str, list[float]]:
         """The values that are tried unless a recipe says otherwise: the paper's, where it has some."""
-        return {"learning_rate": list(LEARNING_RATES), **{name: [float(v) for v in values] for name, values in self.learner.hyperparameters.items()}}
+        return {
+            "learning_rate": list(LEARNING_RATES),
+            **{
+                name: [float(v) for v in values]
+                for name, values in self.learner.hyperparameters.items()
+            },
+        }
 
 
 METHODS: dict[str, Method] = {
     "van": Method(Van, "plain SGD on the current task, nothing against forgetting"),
-    "icarl": Method(ICarl, "nearest mean of exemplars, on features learnt with distillation from the network before the task"),
-    "ewc": Method(Ewc, "elastic weight consolidation: a quadratic pull towards the past, weighted by the Fisher information"),
-    "pi": Method(Pi, "path integral (synaptic intelligence): the pull is weighted by how much a parameter's path lowered the loss"),
-    "mas": Method(Mas, "memory aware synapses: the pull is weighted by how much a parameter moves the outputs"),
-    "rwalk": Method(RWalk, "Riemannian walk: the pull is weighted by Fisher information and path together"),
+    "icarl": Method(
+        ICarl,
+        "nearest mean of exemplars, on features learnt with distillation from the network before the task",
+    ),
+    "ewc": Method(
+        Ewc,
+        "elastic weight consolidation: a quadratic pull towards the past, weighted by the Fisher information",
+    ),
+    "pi": Method(
+        Pi,
+        "path integral (synaptic intelligence): the pull is weighted by how much a parameter's path lowered the loss",
+    ),
+    "mas": Method(
+        Mas, "memory aware synapses: the pull is weighted by how much a parameter moves the outputs"
+    ),
+    "rwalk": Method(
+        RWalk, "Riemannian walk: the pull is weighted by Fisher information and path together"
+    ),
     "prog-nn": Method(ProgNN, "progressive networks: a new column a task, all earlier ones frozen"),
-    "gem": Method(Gem, "gradient episodic memory: never step against the gradient of any past task"),
-    "s-gem": Method(SGem, "stochastic GEM: never step against the gradient of one past task, drawn anew for every step"),
-    "a-gem": Method(AGem, "averaged gradient episodic memory: never step against the average gradient of the past"),
+    "gem": Method(
+        Gem, "gradient episodic memory: never step against the gradient of any past task"
+    ),
+    "s-gem": Method(
+        SGem,
+        "stochastic GEM: never step against the gradient of one past task, drawn anew for every step",
+    ),
+    "a-gem": Method(
+        AGem,
+        "averaged gradient episodic memory: never step against the average gradient of the past",
+    ),
     "er": Method(Er, "experience replay: every batch is joined with one of the memory"),
     "mega-1": Method(Mega1, "MEGA-I: gradient and reference gradient, weighted by their losses"),
-    "mega-2": Method(Mega2, "MEGA-II: the gradient rotated towards the reference gradient by an angle that their losses decide"),
-    "multi-task": Method(Van, "plain SGD on one shuffled pass over all tasks at once: an upper bound, not lifelong learning", joined=True),
+    "mega-2": Method(
+        Mega2,
+        "MEGA-II: the gradient rotated towards the reference gradient by an angle that their losses decide",
+    ),
+    "multi-task": Method(
+        Van,
+        "plain SGD on one shuffled pass over all tasks at once: an upper bound, not lifelong learning",
+        joined=True,
+    ),
 }
 
 

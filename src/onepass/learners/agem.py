@@ -26,12 +26,20 @@ def project(g: Tensor, reference: Tensor, out: Tensor | None = None) -> tuple[Te
     (tensor([[0., 1.]]), tensor([[True]]))
     """
     product = dot(g, reference)
-    alone = len(g) == 1 and g.device.type == "cpu"  # one run may ask, and is saved passes over all parameters
-    square = dot(reference, reference) if alone else torch.linalg.vector_norm(reference, dim=1, keepdim=True).square()
+    alone = (
+        len(g) == 1 and g.device.type == "cpu"
+    )  # one run may ask, and is saved passes over all parameters
+    square = (
+        dot(reference, reference)
+        if alone
+        else torch.linalg.vector_norm(reference, dim=1, keepdim=True).square()
+    )
     violated = (product < 0) & (square > TINY)
     if alone and not violated:
         return g, violated
-    return torch.addcmul(g, torch.where(violated, product / square, 0), reference, value=-1, out=out), violated
+    return torch.addcmul(
+        g, torch.where(violated, product / square, 0), reference, value=-1, out=out
+    ), violated
 
 
 class AGem(Referring):
@@ -42,7 +50,13 @@ class AGem(Referring):
 
     keeps = ("violations",)
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Reference,
+        memory: EpisodicMemory,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 
 class Anchored(Learner):
@@ -25,7 +25,13 @@ class Anchored(Learner):
     points: ClassVar[tuple[str, ...]] = ("anchor",)
     reads_task = False
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: object,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.strength = columns["strength"]
         self.pull = torch.zeros_like(fleet.theta)  # 2 λ Ω
@@ -57,7 +63,10 @@ def scaled(importance: Tensor, gaps: Tensor | None = None) -> Tensor:
     if gaps is None:
         low, high = importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)
         return torch.where(high > low, (importance - low) / (high - low), 0)
-    low, high = importance.masked_fill(gaps, torch.inf).amin(-1, keepdim=True), importance.masked_fill(gaps, -torch.inf).amax(-1, keepdim=True)
+    low, high = (
+        importance.masked_fill(gaps, torch.inf).amin(-1, keepdim=True),
+        importance.masked_fill(gaps, -torch.inf).amax(-1, keepdim=True),
+    )
     return torch.where((high > low) & ~gaps, (importance - low) / (high - low), 0)
 
 

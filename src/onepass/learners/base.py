@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Carry, Fleet
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 Example = tuple[torch.dtype, tuple[int, ...]]
 
@@ -30,7 +30,9 @@ class Learner(ABC):
     the device a question (no `.item()`, no branch on a tensor).
     """
 
-    hyperparameters: ClassVar[Mapping[str, tuple[float, ...]]] = {}  # besides the learning rate, with the values to choose from
+    hyperparameters: ClassVar[
+        Mapping[str, tuple[float, ...]]
+    ] = {}  # besides the learning rate, with the values to choose from
     options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the method's options
     needs_memory: ClassVar[bool] = False
     keeps: ClassVar[tuple[str, ...]] = ()  # attributes that are state, memory aside
@@ -38,15 +40,29 @@ class Learner(ABC):
     has_curve: ClassVar[bool] = True  # can it answer in the middle of a task?
     task_free: ClassVar[bool] = False  # does it make sense for a stream without task boundaries?
     one_input: ClassVar[bool] = False  # does it keep examples itself, of a network with one input?
-    own_network: ClassVar[bool] = False  # does it build a network of its own, so that it cannot learn in somebody else's?
+    own_network: ClassVar[bool] = (
+        False  # does it build a network of its own, so that it cannot learn in somebody else's?
+    )
     answers_by_task: ClassVar[bool] = False  # does `scores` ask for `batch.task`?
-    points: ClassVar[tuple[str, ...]] = ()  # attributes [R, P] that are places in the space of theta, as against sums over it
-    reads_task: ClassVar[bool] = True  # may a step depend on `batch.task`? If not, steps captured in one task serve the next
+    points: ClassVar[
+        tuple[str, ...]
+    ] = ()  # attributes [R, P] that are places in the space of theta, as against sums over it
+    reads_task: ClassVar[bool] = (
+        True  # may a step depend on `batch.task`? If not, steps captured in one task serve the next
+    )
     counts: tuple[str, ...] = ()  # attributes that go up by one a step, on the host
     period: int = 1  # in each of so many steps, as `counts` has them, the host does the same, but for the last one
-    violations: Tensor | None = None  # [R], steps whose constraint was violated, for methods that have one
+    violations: Tensor | None = (
+        None  # [R], steps whose constraint was violated, for methods that have one
+    )
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: object,
+        memory: EpisodicMemory | None,
+    ) -> None:
         self.fleet = fleet
         self.columns = columns
         self.memory = memory
@@ -111,39 +127,67 @@ class Learner(ABC):
 
     def marked(self) -> dict[str, Any]:
         """All attributes as they are, to go back to: what is state is copied, since it may be changed in place."""
-        return {name: value.clone() if isinstance(value, Tensor) and name in self.keeps else value for name, value in vars(self).items()}
+        return {
+            name: value.clone() if isinstance(value, Tensor) and name in self.keeps else value
+            for name, value in vars(self).items()
+        }
 
     def resize(self, before: int, carry: Carry) -> None:
         """The fleet's parameters were `before` many and are more now: what is sized like them is carried over, zero for what is new; a point
         is where theta is."""
         for name, value in list(vars(self).items()):
             if isinstance(value, Tensor) and value.shape == (self.fleet.runs, before):
-                setattr(self, name, carry(value, self.fleet.theta.clone() if name in self.points else None))
+                setattr(
+                    self,
+                    name,
+                    carry(value, self.fleet.theta.clone() if name in self.points else None),
+                )
 
     def state(self) -> dict[str, Tensor]:
         """The method's own tensors, memory aside."""
-        return {name: value for name in self.keeps if isinstance(value := getattr(self, name), Tensor)}
+        return {
+            name: value for name in self.keeps if isinstance(value := getattr(self, name), Tensor)
+        }
 
     def counters(self) -> dict[str, int]:
         """What the host counts with."""
-        return {name: int(getattr(self, name)) for name in self.keeps if not isinstance(getattr(self, name), Tensor)}
+        return {
+            name: int(getattr(self, name))
+            for name in self.keeps
+            if not isinstance(getattr(self, name), Tensor)
+        }
 
-    def accepts(self, state: Mapping[str, Tensor], counters: Mapping[str, int], example: Example | None) -> bool:
+    def accepts(
+        self, state: Mapping[str, Tensor], counters: Mapping[str, int], example: Example | None
+    ) -> bool:
         """Whether this could be a saved `state()` and `counters()` of its own, before it is restored. `example` is the type and the shape of an
         example, if there were some."""
         mine, numbers = self.state(), self.counters()
         return (
             state.keys() == mine.keys()
             and counters.keys() == numbers.keys()
-            and all(state[name].dtype == tensor.dtype and state[name].shape == tensor.shape for name, tensor in mine.items())
-            and all(counters[name] in (0, 1) for name in numbers if isinstance(getattr(self, name), bool))
+            and all(
+                state[name].dtype == tensor.dtype and state[name].shape == tensor.shape
+                for name, tensor in mine.items()
+            )
+            and all(
+                counters[name] in (0, 1)
+                for name in numbers
+                if isinstance(getattr(self, name), bool)
+            )
         )
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
         """Go on from a saved `state()` and `counters()` of the same runs."""
         for name in self.keeps:
             before = getattr(self, name)
-            setattr(self, name, state[name].to(self.fleet.device) if isinstance(before, Tensor) else type(before)(counters[name]))
+            setattr(
+                self,
+                name,
+                state[name].to(self.fleet.device)
+                if isinstance(before, Tensor)
+                else type(before)(counters[name]),
+            )
 
     @classmethod
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
@@ -165,7 +209,11 @@ class Learner(ABC):
     def peak_bytes(self, tasks: int) -> int:
         """Bytes a run needs at most in a stream of `tasks`, activations and examples aside: parameters, state, and the gradients of a step."""
         gradients = 3  # of the batch, of a reference batch, and a temporary one
-        return self.fleet.state_bytes() + self.state_bytes() + gradients * self.fleet.theta.nbytes // self.fleet.runs
+        return (
+            self.fleet.state_bytes()
+            + self.state_bytes()
+            + gradients * self.fleet.theta.nbytes // self.fleet.runs
+        )
 
     def state_bytes(self) -> int:
         """Bytes of the method's state a run, episodic memory included."""
@@ -180,7 +228,9 @@ class Rehearsal(Learner):
     needs_memory = True
     reads_task = False
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory) -> None:
+    def __init__(
+        self, fleet: Fleet, columns: Mapping[str, Tensor], options: object, memory: EpisodicMemory
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.episodic: EpisodicMemory = memory
 
@@ -209,7 +259,13 @@ class Referring(Rehearsal):
     options = Reference
     task_free = True
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Reference, memory: EpisodicMemory) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Reference,
+        memory: EpisodicMemory,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.reference_batch, self.moves = options.reference_batch, options.reference_moves_buffers
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from onepass.engine.batch import Batch, joined
 from onepass.engine.fleet import Fleet
 from onepass.learners.base import Rehearsal
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch, joined
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Er(Rehearsal):
     options = Options
     task_free = True
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+    def __init__(
+        self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.reference_batch = options.reference_batch
 

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onepass.draws import Purpose, Source, uniform_at
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.anchored import examples, scaled, singly
 from onepass.learners.fisher import MovingFisher
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
+from onepass.random_numbers import Purpose, RandomNumbers, uniform_at
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,20 @@ class Ewc(MovingFisher):
     options = Options
     keeps = (*MovingFisher.keeps, "total")
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Options,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.moving, self.normalise = options.fisher == "moving-average", options.normalise
         self.from_model = options.labels == "model"
         if not self.moving:
             self.counts, self.period = (), 1
         self.total = torch.zeros_like(fleet.theta[:, : 0 if self.moving else None])  # Σ_k F_k
-        self._luck = Source(fleet.seeds, Purpose.LABELS)
+        self._random = RandomNumbers(fleet.seeds, Purpose.LABELS)
         self._number = torch.zeros_like(self.count)  # of an example in the second look
 
     @classmethod
@@ -88,8 +94,13 @@ class Ewc(MovingFisher):
         """One example a run, number `[R, 1]` of the second look, with a label drawn from the model's own prediction."""
         if not self.from_model:
             return batch
-        luck = uniform_at(self._luck.key(self.fleet.step), number)
-        return replace(batch, slots=self.fleet.competition.sample(self.fleet.forward(batch).logits, batch.slots, luck))
+        uniform = uniform_at(self._random.key(self.fleet.step), number)
+        return replace(
+            batch,
+            slots=self.fleet.competition.sample(
+                self.fleet.forward(batch).logits, batch.slots, uniform
+            ),
+        )
 
     def end_task(self) -> None:
         if self.moving:
@@ -101,4 +112,6 @@ class Ewc(MovingFisher):
         before, towards = self.total, self.anchor.clone()
         self.total = before + fisher
         self.protect(self.total)
-        self.anchor = torch.where(self.total > 0, torch.lerp(self.anchor, towards, before / self.total), self.anchor)
+        self.anchor = torch.where(
+            self.total > 0, torch.lerp(self.anchor, towards, before / self.total), self.anchor
+        )

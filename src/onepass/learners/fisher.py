@@ -30,7 +30,13 @@ class MovingFisher(Anchored):
 
     keeps: ClassVar[tuple[str, ...]] = (*Anchored.keeps, "fisher", "squares", "count", "steps")
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Cadence, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Cadence,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.every, self.flush = options.fisher_every, options.flush
         self.counts, self.period = ("steps",), self.every

@@ -11,21 +11,23 @@ from numpy.typing import NDArray
 from scipy.optimize import lsq_linear, nnls
 from torch import Tensor
 
-from onepass.engine import dual
+from onepass.engine import quadratic
 from onepass.engine.algebra import dot, gram
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.precision import products
 from onepass.learners.agem import TINY
 from onepass.learners.base import Rehearsal
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 Matrix = NDArray[np.float64]
 ROUNDING = 1e-9  # relative; beyond it a solution in float64 is not one
 SINGULAR = 1e-6  # an eigenvalue of products of unit vectors, whose root the rounding of float64 changes by a billionth of itself at most
 
 
-def closest(g: Tensor, constraints: Tensor, margin: float = 0.0, ridge: float = 0.0, again: int = 3) -> Tensor:
+def closest(
+    g: Tensor, constraints: Tensor, margin: float = 0.0, ridge: float = 0.0, again: int = 3
+) -> Tensor:
     """The closest vector to `g [P]` with `G g̃ ≥ 0`, `G [n, P]`: `g̃ = Gᵀ v + g`, `v = argmin ½ vᵀ G Gᵀ v + gᵀ Gᵀ v` subject to `v ≥ 0`.
 
     That is the least-squares problem `min ‖Gᵀ v + g‖`. Only lengths and products of its columns matter, so it is solved for a square root `S` of
@@ -70,7 +72,9 @@ def nonnegative(matrix: Matrix, target: Matrix) -> Matrix:
     """
     found: Matrix = nnls(matrix, target, maxiter=100 * matrix.shape[1])[0]
     uphill = matrix.T @ (target - matrix @ found)
-    if max(uphill.max(), np.abs(uphill * found).max()) > ROUNDING * max(1.0, float(np.abs(target).max())):
+    if max(uphill.max(), np.abs(uphill * found).max()) > ROUNDING * max(
+        1.0, float(np.abs(target).max())
+    ):
         found = lsq_linear(matrix, target, bounds=(0, np.inf), method="bvls", tol=1e-15).x
     return found
 
@@ -95,12 +99,14 @@ class Gem(Rehearsal):
     options = Options
     keeps = ("violations",)
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+    def __init__(
+        self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.ridge, self.moves = options.ridge, options.reference_moves_buffers
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
         self._margins: list[float] = columns["margin"][:, 0].tolist()
-        self._on_device = fleet.device.type == "cuda" and dual.available()
+        self._on_device = fleet.device.type == "cuda" and quadratic.available()
 
     @classmethod
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
@@ -108,11 +114,14 @@ class Gem(Rehearsal):
 
     def peak_bytes(self, tasks: int) -> int:
         double = 2 * 2  # all gradients of a row once more, and scaled, in float64
-        return super().peak_bytes(tasks) + (1 + double) * tasks * self.fleet.theta.nbytes // self.fleet.runs
+        return (
+            super().peak_bytes(tasks)
+            + (1 + double) * tasks * self.fleet.theta.nbytes // self.fleet.runs
+        )
 
     def form(self) -> Hashable | None:
         kept = self.episodic.form()
-        here = self._on_device and dual.available(self.episodic.task)
+        here = self._on_device and quadratic.available(self.episodic.task)
         return (self.episodic.task, kept) if here and kept is not None else None
 
     def passes(self) -> int:
@@ -120,7 +129,10 @@ class Gem(Rehearsal):
 
     def direction(self, batch: Batch) -> Tensor:
         past = range(self.episodic.task)
-        constraints = [self.fleet.grad(self.episodic.of([k] * self.fleet.runs), update_buffers=self.moves)[0] for k in past]
+        constraints = [
+            self.fleet.grad(self.episodic.of([k] * self.fleet.runs), update_buffers=self.moves)[0]
+            for k in past
+        ]
         g, _ = self.fleet.grad(batch)
         if constraints:
             g = self.respect(g, constraints)
@@ -132,12 +144,20 @@ class Gem(Rehearsal):
         if self._on_device:
             return self._respect_on_device(torch.stack([*constraints, g], 1))
         along = torch.cat([dot(g, c) for c in constraints], 1)
-        squares = torch.cat([torch.linalg.vector_norm(c, dim=1, keepdim=True).square() for c in constraints], 1)
-        violated = ((along < 0) & (squares > TINY)).any(1) & along.isfinite().all(1) & self.fleet.active[:, 0]
+        squares = torch.cat(
+            [torch.linalg.vector_norm(c, dim=1, keepdim=True).square() for c in constraints], 1
+        )
+        violated = (
+            ((along < 0) & (squares > TINY)).any(1)
+            & along.isfinite().all(1)
+            & self.fleet.active[:, 0]
+        )
         self.violations += violated
         for r, wrong in enumerate(violated.tolist()):
             if wrong:
-                g[r] = closest(g[r], torch.stack([c[r] for c in constraints]), self._margins[r], self.ridge)
+                g[r] = closest(
+                    g[r], torch.stack([c[r] for c in constraints]), self._margins[r], self.ridge
+                )
         return g
 
     def _respect_on_device(self, vectors: Tensor) -> Tensor:
@@ -147,7 +167,9 @@ class Gem(Rehearsal):
         wrong = (matrix[:, :-1, -1] < 0) & (matrix.diagonal(dim1=1, dim2=2)[:, :-1] > TINY)
         violated = wrong.any(1) & matrix.isfinite().all(2).all(1) & self.fleet.active[:, 0]
         self.violations += violated
-        multipliers, _ = dual.solve(matrix[:, :-1, :-1], matrix[:, :-1, -1], self.columns["margin"][:, 0], self.ridge)
+        multipliers, _ = quadratic.solve(
+            matrix[:, :-1, :-1], matrix[:, :-1, -1], self.columns["margin"][:, 0], self.ridge
+        )
         with products(g.device, tf32=False):
             projected = torch.baddbmm(g, multipliers.to(g.dtype)[:, None], constraints)
         return torch.where(violated[:, None], projected[:, 0], g[:, 0])

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.anchored import Anchored, examples, singly
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,20 @@ class Mas(Anchored):
     options = Options
     keeps = (*Anchored.keeps, "importance")
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Options,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.per_batch, self.last_task_only = options.per_batch, options.last_task_only
         self.importance = torch.zeros_like(fleet.theta)  # Ω
-        self._total, self._seen = torch.zeros_like(fleet.theta), torch.zeros_like(self.strength)  # in the second look
+        self._total, self._seen = (
+            torch.zeros_like(fleet.theta),
+            torch.zeros_like(self.strength),
+        )  # in the second look
 
     @classmethod
     def looks_again(cls, options: object) -> bool:

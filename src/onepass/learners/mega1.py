@@ -8,7 +8,9 @@ from torch import Tensor
 from onepass.learners.base import Referring
 
 
-def balance(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor, sensitivity: Tensor) -> Tensor:
+def balance(
+    g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor, sensitivity: Tensor
+) -> Tensor:
     """`g + (ℓ_ref / ℓ) g_ref` if `ℓ > ε`, else `g_ref`; losses and `ε` are columns `[R, 1]`.
 
     >>> one = torch.ones(1, 1)
@@ -16,7 +18,10 @@ def balance(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor, sensitivit
     [[1.0, 0.5]]
     """
     learning = loss > sensitivity
-    return torch.where(learning, g, 0) + torch.where(learning, loss_ref / torch.where(learning, loss, 1), 1) * g_ref
+    return (
+        torch.where(learning, g, 0)
+        + torch.where(learning, loss_ref / torch.where(learning, loss, 1), 1) * g_ref
+    )
 
 
 class Mega1(Referring):

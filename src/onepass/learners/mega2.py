@@ -23,7 +23,10 @@ def rotate(g: Tensor, loss: Tensor, g_ref: Tensor, loss_ref: Tensor) -> Tensor:
     [2.121, 2.121]
     """
     length, length_ref = (torch.linalg.vector_norm(v, dim=1, keepdim=True) for v in (g, g_ref))
-    along, towards = g / torch.where(length > 0, length, 1), g_ref / torch.where(length_ref > 0, length_ref, 1)
+    along, towards = (
+        g / torch.where(length > 0, length, 1),
+        g_ref / torch.where(length_ref > 0, length_ref, 1),
+    )
     cosine = dot(along, towards)
     # The part of g_ref across g. For an angle near π the formula above would take the difference of two large numbers; this does not.
     across = torch.addcmul(towards, cosine, along, value=-1)

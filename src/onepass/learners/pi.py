@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners.anchored import Anchored
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,18 @@ class Pi(Anchored):
     options = Options
     keeps = (*Anchored.keeps, "path", "importance")
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Options,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         if options.damping <= 0:
-            raise InputError("damping must be above 0: a parameter that has not moved would be divided by nothing")
+            raise InputError(
+                "damping must be above 0: a parameter that has not moved would be divided by nothing"
+            )
         self.damping = options.damping
         self.path = torch.zeros_like(fleet.theta)  # ω
         self.importance = torch.zeros_like(fleet.theta)  # Ω

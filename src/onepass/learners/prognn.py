@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory
 from onepass.models.progressive import Progressive
 from onepass.models.stages import stages
-from onepass.streams.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,13 @@ class ProgNN(Learner):
     reads_task = False
     answers_by_task = True
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Options,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         stages(fleet.architecture.module)  # before anything is learnt: can it be taken apart?
         self.laterals = options.input_laterals, options.lateral_biases
@@ -64,12 +70,14 @@ class ProgNN(Learner):
         if batch.task is None:
             raise InputError("prog-nn has a column a task: say whose examples these are")
         if batch.task >= self.grown:  # not learnt yet: no answer is no right answer
-            return torch.full((*batch.slots.shape, self.fleet.slots.count), torch.nan, device=self.fleet.device)
+            return torch.full(
+                (*batch.slots.shape, self.fleet.slots.count), torch.nan, device=self.fleet.device
+            )
         network = self.fleet.architecture.module
         assert isinstance(network, Progressive)
         network.shown = batch.task
         try:
-            return super().scores(batch)
+            return self.fleet.forward(batch, variant=batch.task).logits
         finally:
             network.shown = self.grown - 1
 
@@ -86,6 +94,8 @@ class ProgNN(Learner):
     def peak_bytes(self, tasks: int) -> int:
         with torch.device("meta"):
             network = Progressive(self.fleet.build, tasks, *self.laterals)
-        parameters, buffers = (sum(t.nbytes for t in tensors) for tensors in (network.parameters(), network.buffers()))
+        parameters, buffers = (
+            sum(t.nbytes for t in tensors) for tensors in (network.parameters(), network.buffers())
+        )
         copies = 2 + 2  # before and after a column is added, a gradient, and a temporary one
         return copies * parameters + buffers

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners.anchored import scaled
 from onepass.learners.fisher import MovingFisher
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,18 @@ class RWalk(MovingFisher):
     keeps = (*MovingFisher.keeps, "path", "start", "fresh", "score")
     points = (*MovingFisher.points, "start")
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        columns: Mapping[str, Tensor],
+        options: Options,
+        memory: EpisodicMemory | None,
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         if options.damping <= 0:
-            raise InputError("damping must be above 0: a parameter that has not moved would be divided by nothing")
+            raise InputError(
+                "damping must be above 0: a parameter that has not moved would be divided by nothing"
+            )
         self.damping, self.half = options.damping, 1.0 if options.whole_distance else 0.5
         self.growing_scores, self.growing_squares = options.growing_scores, options.growing_squares
         self.path = torch.zeros_like(fleet.theta)  # −Σ g·δ since the scores were brought up to date
@@ -67,7 +75,9 @@ class RWalk(MovingFisher):
         self.count_step()
 
     def average(self, rows: Tensor, count: Tensor) -> None:
-        distance = self.half * self.fisher * (self.fleet.theta - self.start).square()  # by the information before this stretch
+        distance = (
+            self.half * self.fisher * (self.fleet.theta - self.start).square()
+        )  # by the information before this stretch
         self.fresh += torch.where(rows, (self.path / (distance + self.damping)).relu(), 0)
         self.path.masked_fill_(rows, 0)
         self.start.copy_(torch.where(rows, self.fleet.theta, self.start))

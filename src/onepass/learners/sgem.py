@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepass.draws import Purpose, Source
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.agem import project
 from onepass.learners.base import Rehearsal
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
+from onepass.random_numbers import Purpose, RandomNumbers
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,16 @@ class SGem(Rehearsal):
     keeps = ("violations", "number")
     counts = ("number",)
 
-    def __init__(self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory) -> None:
+    def __init__(
+        self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory
+    ) -> None:
         super().__init__(fleet, columns, options, memory)
         self.moves = options.reference_moves_buffers
         self.violations: Tensor = torch.zeros(fleet.runs, dtype=torch.int64, device=fleet.device)
-        self._luck = Source(fleet.seeds.cpu(), Purpose.CONSTRAINT)
-        self.number = 0  # of the step in its task: the host draws, since it has to know how large a memory is
+        self._random = RandomNumbers(fleet.seeds.cpu(), Purpose.CONSTRAINT)
+        self.number = (
+            0  # of the step in its task: the host draws, since it has to know how large a memory is
+        )
 
     @classmethod
     def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
@@ -49,7 +53,11 @@ class SGem(Rehearsal):
         self.number = 0
 
     def direction(self, batch: Batch) -> Tensor:
-        g_ref = self.fleet.grad(self.episodic.of_chosen(self.choose), update_buffers=self.moves)[0] if self.episodic.task else None
+        g_ref = (
+            self.fleet.grad(self.episodic.of_chosen(self.choose), update_buffers=self.moves)[0]
+            if self.episodic.task
+            else None
+        )
         g, _ = self.fleet.grad(batch)
         if g_ref is not None:
             g, violated = project(g, g_ref, out=g)
@@ -66,5 +74,5 @@ class SGem(Rehearsal):
     def choose(self, steps: int) -> Tensor:
         """A uniform past task for each run and each of the next steps, `[R, steps]`, on the host."""
         numbers = (self.episodic.task << 32) + self.number + torch.arange(steps)
-        luck = self._luck.spread(steps).uniform(numbers.repeat(self.fleet.runs), 1)
-        return (luck * self.episodic.task).long().view(self.fleet.runs, steps)
+        uniform = self._random.spread(steps).uniform(numbers.repeat(self.fleet.runs), 1)
+        return (uniform * self.episodic.task).long().view(self.fleet.runs, steps)

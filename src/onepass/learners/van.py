@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.learners.base import Learner
-from onepass.streams.batch import Batch
 
 
 class Van(Learner):

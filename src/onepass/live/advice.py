@@ -35,7 +35,9 @@ class Advice:
         self._owner = owner
         ends = type(owner.learner).end_task is not Learner.end_task
         self.wanted = ends and not owner.task_free
-        self.how: str | None = HOW + (", or wrap with task_free=True" if owner.learner.task_free else "")  # None: the end will be declared
+        self.how: str | None = HOW + (
+            ", or wrap with task_free=True" if owner.learner.task_free else ""
+        )  # None: the end will be declared
         self._old: set[int] = set()  # classes, and the examples that had them
         self._examples = 0
         self._new: set[int] = set()  # classes of the last batches, if none of them came before
@@ -52,9 +54,13 @@ class Advice:
         elif self.how is None:
             return
         elif owner.classifies and self._other_classes(labels):
-            self._warn(f"the last {self._batches} batches have none of the classes before them, and no task has ended")
+            self._warn(
+                f"the last {self._batches} batches have none of the classes before them, and no task has ended"
+            )
         elif self._higher(loss):
-            self._warn(f"the last {ABOVE} losses are far above the {BEFORE} before them, and no task has ended")
+            self._warn(
+                f"the last {ABOVE} losses are far above the {BEFORE} before them, and no task has ended"
+            )
         elif owner.batches >= PATIENCE:
             self._warn(f"no task has ended in {owner.batches} batches")
 

@@ -18,7 +18,9 @@ def which(owner: OnePass, task: Name | None) -> tuple[Name | None, bool]:
     if task is None:
         if declared and owner.batches == 0:
             if owner.segment >= len(declared):
-                raise InputError(f"all {len(declared)} declared tasks have been learnt: say which one this batch belongs to")
+                raise InputError(
+                    f"all {len(declared)} declared tasks have been learnt: say which one this batch belongs to"
+                )
             return declared[owner.segment], False
         return owner.task, False
     if owner.task_free:
@@ -26,7 +28,9 @@ def which(owner: OnePass, task: Name | None) -> tuple[Name | None, bool]:
     check_name(task, declared)
     crossing = owner.batches > 0 and task != owner.task
     if crossing and owner.learner.needs_review:
-        raise InputError(f"{owner.method} looks at a task's data a second time: call end_task(again=batches) before the next task")
+        raise InputError(
+            f"{owner.method} looks at a task's data a second time: call end_task(again=batches) before the next task"
+        )
     if owner.learner.needs_own_classes and declared[owner.segment : owner.segment + 1] != [task]:
         order = ", ".join(f"'{name}'" for name in declared)
         raise InputError(f"{owner.method} learns the declared tasks once, in their order: {order}")

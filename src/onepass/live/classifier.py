@@ -21,19 +21,37 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from onepass.draws import Purpose, Source, one_of_bits, torch_seeded
 from onepass.errors import InputError, LearntError, first_line, shown
 from onepass.learners import METHODS
 from onepass.live.memory import Memory
 from onepass.live.saving import AGAIN, packed, unpacked
 from onepass.live.settings import refusing
 from onepass.live.wrapper import OnePass
+from onepass.random_numbers import Purpose, RandomNumbers, bits_at, torch_seeded
 
 Array = NDArray[Any]
-OWN = ("method", "learning_rate", "memory", "task_free")  # settings of OnePass that are parameters of their own here
-DECIDED = ("module", "optimizer", "loss", "tasks", "seed")  # and those that a classifier leaves no choice of
+OWN = (
+    "method",
+    "learning_rate",
+    "memory",
+    "task_free",
+)  # settings of OnePass that are parameters of their own here
+DECIDED = (
+    "module",
+    "optimizer",
+    "loss",
+    "tasks",
+    "seed",
+)  # and those that a classifier leaves no choice of
 AT_ONCE = 1024  # rows in one forward pass
-LEARNT = ("learner_", "classes_", "_outputs", "_view", "n_features_in_", "feature_names_in_")  # what `fit` makes
+LEARNT = (
+    "learner_",
+    "classes_",
+    "_outputs",
+    "_view",
+    "n_features_in_",
+    "feature_names_in_",
+)  # what `fit` makes
 HOW = "call partial_fit with task_ends=True for the last rows of a task"
 
 
@@ -83,7 +101,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     n_features_in_: int
     learner_: OnePass
     _outputs: Array  # of the classes in their order
-    _view: tuple[OnePass, Array, Array]  # learner, classes and outputs that belong together: an answer reads them at once
+    _view: tuple[
+        OnePass, Array, Array
+    ]  # learner, classes and outputs that belong together: an answer reads them at once
 
     def __init__(
         self,
@@ -114,11 +134,13 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Forget everything, and learn from each row once, in a shuffled order, as one task, which then ends."""
         # Beside the one that answers: other threads may ask it until this one takes its place.
         fresh = object.__new__(type(self))
-        fresh.__dict__ = {name: value for name, value in self.__dict__.items() if name not in LEARNT}
+        fresh.__dict__ = {
+            name: value for name, value in self.__dict__.items() if name not in LEARNT
+        }
         X, y = fresh._read(X, y)
         learner = fresh._admit(np.unique(y), y)
         learner.advice.how = None  # the task ends below
-        order = Source([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
+        order = RandomNumbers([learner._seed], Purpose.ORDER).permutation(0, [len(X)])[0].numpy()
         try:
             fresh._learn(X, y, order)
             if not learner.task_free:
@@ -129,7 +151,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.__dict__ = fresh.__dict__
         return self
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, task_ends: bool = False) -> OnePassClassifier:
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, task_ends: bool = False
+    ) -> OnePassClassifier:
         """Learn from each row once, in their order. `classes` may be named before they come; `task_ends` says that these rows end a task."""
         with self._or_as_before():
             X, y = self._read(X, y)
@@ -137,12 +161,23 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             assert_all_finite(named)
             learner = self._admit(named, y)
             if task_ends and learner.task_free:
-                raise InputError("this stream was declared task-free: there is no task to end, so leave task_ends out")
+                raise InputError(
+                    "this stream was declared task-free: there is no task to end, so leave task_ends out"
+                )
             if task_ends and learner.learner.needs_review and learner.batches > 0:
                 raise InputError(
                     f"{learner.method} looks at a task's data a second time, and these rows are only its end: call end_task(X, y) with all of them"
                 )
-            learner.advice.how = None if task_ends else HOW + (", or make the classifier with task_free=True" if learner.learner.task_free else "")
+            learner.advice.how = (
+                None
+                if task_ends
+                else HOW
+                + (
+                    ", or make the classifier with task_free=True"
+                    if learner.learner.task_free
+                    else ""
+                )
+            )
             order = np.arange(len(X))
             self._learn(X, y, order, "with end_task()" if task_ends else "with what comes next")
         if task_ends:
@@ -157,7 +192,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return self
         X, y = self._read(X, y)
         for label in np.setdiff1d(y, self.classes_):
-            raise InputError(f"y has the class {label}, which the task did not have: give the rows that were learnt from")
+            raise InputError(
+                f"y has the class {label}, which the task did not have: give the rows that were learnt from"
+            )
         self._end(X, y, np.arange(len(X)))
         return self
 
@@ -175,7 +212,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise LearntError(f"{what} go on {further}") from error.__cause__
 
     def _end(self, X: Array, y: Array, order: Array) -> None:
-        self.learner_.end_task(again=self._batches(X, y, order) if self.learner_.learner.needs_review else None)
+        self.learner_.end_task(
+            again=self._batches(X, y, order) if self.learner_.learner.needs_review else None
+        )
 
     def _batches(self, X: Array, y: Array, order: Array) -> Iterator[tuple[Tensor, Tensor]]:
         outputs = self._outputs[np.searchsorted(self.classes_, y)]
@@ -202,9 +241,17 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _read(self, X: Any, y: Any) -> tuple[Array, Array]:
         """Rows and labels that are possible."""
-        if not isinstance(self.batch_size, Integral) or isinstance(self.batch_size, bool) or self.batch_size < 1:
-            raise InputError(f"batch_size must be a whole number of rows above 0, got {self.batch_size!r}")
-        X, y = validate_data(self, X, y, reset=not hasattr(self, "learner_"), dtype=[np.float64, np.float32])
+        if (
+            not isinstance(self.batch_size, Integral)
+            or isinstance(self.batch_size, bool)
+            or self.batch_size < 1
+        ):
+            raise InputError(
+                f"batch_size must be a whole number of rows above 0, got {self.batch_size!r}"
+            )
+        X, y = validate_data(
+            self, X, y, reset=not hasattr(self, "learner_"), dtype=[np.float64, np.float32]
+        )
         with warnings.catch_warnings():
             # A piece of a stream may well have nearly as many classes as rows.
             warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)
@@ -221,7 +268,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             known[self._outputs] = self.classes_
         came, first = np.unique(y, return_index=True)
         if len({isinstance(label, str) for labels in (known, named, came) for label in labels}) > 1:
-            raise InputError("some classes are strings and some are numbers: name all of them in one way")
+            raise InputError(
+                "some classes are strings and some are numbers: name all of them in one way"
+            )
         for labels in (named, came[np.argsort(first)]):
             known = np.concatenate([known, labels[~np.isin(labels, known)]])
         self._outputs = np.argsort(known)
@@ -233,42 +282,73 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _new_learner(self) -> OnePass:
         if not isinstance(self.settings, Mapping | None):
-            raise InputError(f"settings must be a dictionary of settings of OnePass, got {type(self.settings).__name__}")
+            raise InputError(
+                f"settings must be a dictionary of settings of OnePass, got {type(self.settings).__name__}"
+            )
         settings = {"grow": True, **(self.settings or {})}
         for name in settings:
             if not isinstance(name, str):
                 raise InputError(f"settings are named by strings, got {shown(name)}")
             if name in OWN or name in DECIDED:
-                why = "it is a parameter of the classifier itself" if name in OWN else "a classifier leaves no choice of it"
+                why = (
+                    "it is a parameter of the classifier itself"
+                    if name in OWN
+                    else "a classifier leaves no choice of it"
+                )
                 raise InputError(f"settings cannot have '{name}': {why}")
         if self.memory is not None and not isinstance(self.memory, Memory):
-            raise InputError(f"memory must be an onepass.Memory or None, got {type(self.memory).__name__}")
+            raise InputError(
+                f"memory must be an onepass.Memory or None, got {type(self.memory).__name__}"
+            )
         if not isinstance(self.method, str):
             raise InputError(f"method must be the name of one, got {self.method!r}")
         if self.method in METHODS and METHODS[self.method].learner.needs_own_classes:
-            raise InputError(f"{self.method} needs to know the classes of each task, and a classifier is not told: choose another method")
+            raise InputError(
+                f"{self.method} needs to know the classes of each task, and a classifier is not told: choose another method"
+            )
         rate = self.learning_rate
         if isinstance(rate, Real) and not isinstance(rate, bool):
             with suppress(OverflowError):  # it is refused below
                 rate = float(rate)  # a search over parameters gives NumPy's numbers
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         module = self._new_module(seed)
-        return OnePass(module, self.method, learning_rate=rate, task_free=self.task_free, memory=self.memory, seed=seed, **settings)
+        return OnePass(
+            module,
+            self.method,
+            learning_rate=rate,
+            task_free=self.task_free,
+            memory=self.memory,
+            seed=seed,
+            **settings,
+        )
 
     def _new_module(self, seed: int) -> nn.Module:
         if isinstance(self.module, nn.Module):
             return copy.deepcopy(self.module)
         if self.module is not None and not callable(self.module):
-            raise InputError(f"module must be an nn.Module, a function of (features, classes) that makes one, or None, got {self.module!r}")
+            raise InputError(
+                f"module must be an nn.Module, a function of (features, classes) that makes one, or None, got {self.module!r}"
+            )
         features, classes = self.n_features_in_, max(2, len(self.classes_))
-        seeded = torch_seeded(one_of_bits(seed, Purpose.INITIAL, 0, 0), torch.device("cpu"))
+        seeded = torch_seeded(bits_at(seed, Purpose.INITIAL, 0, 0), torch.device("cpu"))
         with seeded, refusing("the network cannot be made", "look at module and hidden"):
-            return self._layers(features, classes) if self.module is None else self.module(features, classes)
+            return (
+                self._layers(features, classes)
+                if self.module is None
+                else self.module(features, classes)
+            )
 
     def _layers(self, features: int, classes: int) -> nn.Module:
-        hidden = list(self.hidden) if isinstance(self.hidden, (Sequence, np.ndarray)) else [self.hidden]
-        if not all(isinstance(width, Integral) and not isinstance(width, bool) and width > 0 for width in hidden):
-            raise InputError(f"hidden must be the widths of the hidden layers, whole numbers above 0, got {self.hidden!r}")
+        hidden = (
+            list(self.hidden) if isinstance(self.hidden, (Sequence, np.ndarray)) else [self.hidden]
+        )
+        if not all(
+            isinstance(width, Integral) and not isinstance(width, bool) and width > 0
+            for width in hidden
+        ):
+            raise InputError(
+                f"hidden must be the widths of the hidden layers, whole numbers above 0, got {self.hidden!r}"
+            )
         layers: list[nn.Module] = []
         for before, after in pairwise([features, *map(int, hidden), classes]):
             layers += [nn.Linear(before, after, dtype=torch.float64), nn.ReLU()]
@@ -299,7 +379,10 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         learner, classes, outputs = self._view
         dtype = learner.fleet.theta.dtype
         with learner._alone:  # all rows are answered by the same network
-            pieces = [learner.scores(torch.tensor(X[start : start + AT_ONCE], dtype=dtype)) for start in range(0, len(X), AT_ONCE)]
+            pieces = [
+                learner.scores(torch.tensor(X[start : start + AT_ONCE], dtype=dtype))
+                for start in range(0, len(X), AT_ONCE)
+            ]
         scores = torch.cat(pieces).double().cpu().numpy()
         # A class that was named but never seen may have no output yet, and an output no class.
         missing = max(0, len(outputs) - scores.shape[1])
@@ -313,7 +396,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if "learner_" in state:
             learner: OnePass = state["learner_"]
             with learner._alone:  # another thread may be learning
-                view = self._view if self._view[0] is learner else state["_view"]  # it may be fitted anew meanwhile
+                view = (
+                    self._view if self._view[0] is learner else state["_view"]
+                )  # it may be fitted anew meanwhile
                 state["classes_"], state["_outputs"] = view[1:]
                 learner._check_at_rest("copy or pickle")
                 # The module's parameters are views of one tensor: a copy of it has tensors of their own, and what else there is goes as a file.
@@ -325,7 +410,9 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         state = dict(state)
         if "learner_" in state:
             module, content = state["learner_"]
-            again = {name: value for name, value in (state["settings"] or {}).items() if name in AGAIN}
+            again = {
+                name: value for name, value in (state["settings"] or {}).items() if name in AGAIN
+            }
             state["learner_"] = unpacked(content, "the copy of the classifier", module, again)
             state["_view"] = state["learner_"], state["classes_"], state["_outputs"]
         super().__setstate__(state)

@@ -35,7 +35,9 @@ class AlteredError(Exception):
 def pack(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """The content of a file."""
     about = {"format": FORMAT, **about, "tensors": _digest(tensors)}
-    return safetensors.torch.save(dict(tensors), metadata={KEY: canonical(about | {"checksum": digest(canonical(about))})})
+    return safetensors.torch.save(
+        dict(tensors), metadata={KEY: canonical(about | {"checksum": digest(canonical(about))})}
+    )
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -55,7 +57,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if isinstance(reason, InputError):
             raise
         why = getattr(reason, "strerror", None) or reason
-        raise InputError(f"cannot read {path} ({why}): give the path of a file that save() wrote") from None
+        raise InputError(
+            f"cannot read {path} ({why}): give the path of a file that save() wrote"
+        ) from None
     if len(content) != size or not content.startswith(begin):
         raise InputError(f"{path} was changed while it was read: load it again")
     return header, _tensors(content, header, str(path))
@@ -63,7 +67,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def unpack(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a file's content."""
-    header = _header(content[: 8 + _header_length(content[:8], len(content), path)], len(content), path)
+    header = _header(
+        content[: 8 + _header_length(content[:8], len(content), path)], len(content), path
+    )
     return header, _tensors(content, header, path)
 
 
@@ -87,12 +93,17 @@ def _header(begin: bytes, size: int, path: str) -> dict[str, Any]:
         _check_values(text.count("["), text.count("{"), text.count(","), size)
         about: dict[str, Any] = json.loads(text)
         version, checksum = about["format"], about.pop("checksum")
-        sound = checksum == digest(canonical(about)) and canonical(about | {"checksum": checksum}) == text
+        sound = (
+            checksum == digest(canonical(about))
+            and canonical(about | {"checksum": checksum}) == text
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _foreign(path) from None
     if type(version) is not int or version != FORMAT:
         found = version if type(version) in (int, float) else "of another kind"
-        raise InputError(f"{path} has format {found}, and this version of onepass reads {FORMAT}: load it with the version that wrote it")
+        raise InputError(
+            f"{path} has format {found}, and this version of onepass reads {FORMAT}: load it with the version that wrote it"
+        )
     if not sound:
         raise InputError(f"{path} is damaged: its header is not the one that was saved")
     del outer["__metadata__"]
@@ -121,7 +132,11 @@ def _lies_well(tensors: Mapping[str, Any], size: int) -> bool:
         if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
             return False
         shape, offsets = tensor["shape"], tensor["data_offsets"]
-        if not (isinstance(shape, list) and isinstance(offsets, list) and all(type(n) is int and n >= 0 for n in (*shape, *offsets))):
+        if not (
+            isinstance(shape, list)
+            and isinstance(offsets, list)
+            and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+        ):
             return False
         elements = 1
         for n in shape:

@@ -68,7 +68,9 @@ class Exclusive:
                 _waiting[me] = self
                 circular = self._waits_for(me)
             if circular:
-                raise InputError("two learners wait for each other: call one from the watch or the module of the other in a single thread only")
+                raise InputError(
+                    "two learners wait for each other: call one from the watch or the module of the other in a single thread only"
+                )
             with Opened():
                 turn.acquire()
         except BaseException:

@@ -27,28 +27,44 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
     """`torch.export` of the module in evaluation mode with a free batch size, or ONNX; the module itself is not touched."""
     onnx = path.suffix == ".onnx"
     if onnx and not (find_spec("onnx") and find_spec("onnxscript")):
-        raise InputError("exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export")
+        raise InputError(
+            "exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export"
+        )
     check_writable(path)
-    positional, named = ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
+    positional, named = (
+        ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
+    )
     batch = torch.export.Dim.DYNAMIC
-    shapes = {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)
+    shapes = (
+        {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)
+    )
     try:
-        program = torch.export.export(copy.deepcopy(module).eval(), positional, named, dynamic_shapes=shapes)
+        program = torch.export.export(
+            copy.deepcopy(module).eval(), positional, named, dynamic_shapes=shapes
+        )
     except Exception as reason:  # whatever cannot be copied, or the exporter could not follow
-        raise InputError(f"torch.export cannot follow the module ({first_line(reason)}): nothing was written") from reason
+        raise InputError(
+            f"torch.export cannot follow the module ({first_line(reason)}): nothing was written"
+        ) from reason
     try:
         # Not beside the target, where a kill would leave it.
         with tempfile.TemporaryDirectory(prefix="onepass-") as folder:
             temporary = Path(folder) / path.name
             if onnx:
-                torch.onnx.export(program, (), str(temporary), dynamo=True, verbose=False, external_data=False)
+                torch.onnx.export(
+                    program, (), str(temporary), dynamo=True, verbose=False, external_data=False
+                )
             else:
                 torch.export.save(program, temporary)
             make_folder(resolved(path).parent)
             written(path, temporary.read_bytes(), "nothing was exported")
     except OSError as reason:
-        raise InputError(f"cannot write {path} ({reason.strerror or reason}): make room or choose another place; nothing was exported") from None
+        raise InputError(
+            f"cannot write {path} ({reason.strerror or reason}): make room or choose another place; nothing was exported"
+        ) from None
     except Exception as reason:
         if isinstance(reason, InputError):
             raise
-        raise InputError(f"the model cannot be written in this format ({first_line(reason)}): nothing was written") from reason
+        raise InputError(
+            f"the model cannot be written in this format ({first_line(reason)}): nothing was written"
+        ) from reason

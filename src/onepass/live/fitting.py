@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from onepass.engine.bound import INPUT
+from onepass.engine.module_fleet import INPUT
 from onepass.errors import InputError
 from onepass.live.container import AlteredError
 from onepass.live.growth import check_head
@@ -26,19 +26,36 @@ def check_module(header: Header, tensors: Mapping[str, Tensor], module: nn.Modul
     """Raise unless the module has what was saved; a head may have to grow."""
     head = header.settings.grow
     if isinstance(head, str) and head not in dict(module.named_modules()):
-        raise InputError(f"the module does not fit the file: it has no layer '{_shown(head)}' to grow")
-    growing = () if head is False else tuple(f"{check_head(module, head)}.{key}".lstrip(".") for key in ("weight", "bias"))
+        raise InputError(
+            f"the module does not fit the file: it has no layer '{_shown(head)}' to grow"
+        )
+    growing = (
+        ()
+        if head is False
+        else tuple(f"{check_head(module, head)}.{key}".lstrip(".") for key in ("weight", "bias"))
+    )
     parameters = dict(module.named_parameters())
     own: dict[str, Tensor] = {**parameters, **dict(module.named_buffers())}
     for key in sorted(tensors.keys() ^ own.keys()):
-        raise InputError(f"the module does not fit the file: '{_shown(key)}' is only in {'the file' if key in tensors else 'the module'}")
+        raise InputError(
+            f"the module does not fit the file: '{_shown(key)}' is only in {'the file' if key in tensors else 'the module'}"
+        )
     for key, tensor in sorted(tensors.items()):
-        grown = key in growing and tensor.shape[1:] == own[key].shape[1:] and tensor.dim() > 0 and len(tensor) >= len(own[key])
+        grown = (
+            key in growing
+            and tensor.shape[1:] == own[key].shape[1:]
+            and tensor.dim() > 0
+            and len(tensor) >= len(own[key])
+        )
         if (tensor.shape != own[key].shape and not grown) or tensor.dtype != own[key].dtype:
             now = f"{own[key].dtype} of shape {list(own[key].shape)}"
-            raise InputError(f"the module does not fit the file: '{key}' is {now}, and was {tensor.dtype} of shape {list(tensor.shape)}")
+            raise InputError(
+                f"the module does not fit the file: '{key}' is {now}, and was {tensor.dtype} of shape {list(tensor.shape)}"
+            )
         if key in parameters and not bool(tensor.isfinite().all()):
-            raise InputError(f"parameter '{key}' in the file is not finite: load one that was saved before")
+            raise InputError(
+                f"parameter '{key}' in the file is not finite: load one that was saved before"
+            )
     if len({len(tensors[key]) for key in growing if key in tensors}) > 1:
         raise AlteredError("the layer that grows")
     _check_outputs(header, sum(tensor.numel() for tensor in tensors.values()))
@@ -64,7 +81,8 @@ def check_sample(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     kinds = () if looks is None else looks.examples().inputs
     names = [f"{i:03d}" for i in range(len(kinds))]
     if sorted(tensors) != names or any(
-        tensors[name].shape != (2, *shape) or tensors[name].dtype != kind for name, (kind, shape) in zip(names, kinds, strict=True)
+        tensors[name].shape != (2, *shape) or tensors[name].dtype != kind
+        for name, (kind, shape) in zip(names, kinds, strict=True)
     ):
         raise AlteredError("its sample of the examples")
     return [tensors[name] for name in names]
@@ -78,13 +96,19 @@ def check_memory(header: Header, plan: Memory, tensors: Mapping[str, Tensor], ne
     if (header.memory is not None) != needed:
         raise AlteredError("a memory, or none, where the method has it otherwise")
     if header.memory is None or header.examples is None:
-        if tensors or (header.memory is not None and (header.memory.groups or header.memory.number)):
+        if tensors or (
+            header.memory is not None and (header.memory.groups or header.memory.number)
+        ):
             raise AlteredError("a memory of examples that never came")
         return
     columns = _columns(header)
     kinds: dict[str, Kind] = {f"examples.{name}": kind for name, kind in columns.items()}
-    kinds |= dict.fromkeys(("members", "arrived", "visible", "fresh"), (torch.int64, ())) | {"coming": (torch.int64, (2,))}
-    if tensors.keys() != kinds.keys() or any(tensors[name].dim() == 0 or kind_of(tensors[name]) != kind for name, kind in kinds.items()):
+    kinds |= dict.fromkeys(("members", "arrived", "visible", "fresh"), (torch.int64, ())) | {
+        "coming": (torch.int64, (2,))
+    }
+    if tensors.keys() != kinds.keys() or any(
+        tensors[name].dim() == 0 or kind_of(tensors[name]) != kind for name, kind in kinds.items()
+    ):
         raise AlteredError("the kinds of the tensors of its memory")
     for sound, what in _rows(header, plan, tensors):
         if not sound:
@@ -100,26 +124,55 @@ def _columns(header: Header) -> dict[str, Kind]:
     return columns if not header.own_loss else columns | {"target": examples.target}
 
 
-def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterator[tuple[bool, str]]:
+def _rows(
+    header: Header, plan: Memory, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[bool, str]]:
     """What must be true of the rows, one thing after the other: each relies on those before."""
-    kept, number, free, classifies = header.memory, header.fleet.number, header.settings.task_free, not header.own_loss
+    kept, number, free, classifies = (
+        header.memory,
+        header.fleet.number,
+        header.settings.task_free,
+        not header.own_loss,
+    )
     assert kept is not None
     learning = free or header.batches > 0
     yield kept.task == (header.segment if learning else max(header.segment - 1, 0)), "the task"
     slots = tensors["examples.slots"]
     rows = len(slots)
-    yield all(len(tensor) == rows for name, tensor in tensors.items() if name.startswith("examples.")), "the lengths"
-    yield all(bool(t.isfinite().all()) for name, t in tensors.items() if name.startswith("examples.") and t.is_floating_point()), "the examples"
+    yield (
+        all(
+            len(tensor) == rows for name, tensor in tensors.items() if name.startswith("examples.")
+        ),
+        "the lengths",
+    )
+    yield (
+        all(
+            bool(t.isfinite().all())
+            for name, t in tensors.items()
+            if name.startswith("examples.") and t.is_floating_point()
+        ),
+        "the examples",
+    )
 
     groups = torch.tensor(kept.groups, dtype=torch.int64).view(-1, 4)
     tasks, labels, counts, seen = groups.unbind(1)
     yield len({(task, label) for task, label, *_ in kept.groups}) == len(groups), "the groups"
-    yield bool((tasks <= kept.task).all() and (counts <= seen).all() and (counts <= rows).all()), "the groups"
-    yield bool(((counts > 0) | ((tasks == kept.task) & learning)).all()) and int(counts.sum()) == rows, "the groups"
+    yield (
+        bool((tasks <= kept.task).all() and (counts <= seen).all() and (counts <= rows).all()),
+        "the groups",
+    )
+    yield (
+        bool(((counts > 0) | ((tasks == kept.task) & learning)).all())
+        and int(counts.sum()) == rows,
+        "the groups",
+    )
     members = tensors["members"]
     yield _each_once(members, rows) and len(members) == rows, "the groups"
     task_of, label_of = (torch.empty(rows, dtype=torch.int64) for _ in range(2))
-    task_of[members], label_of[members] = tasks.repeat_interleave(counts), labels.repeat_interleave(counts)
+    task_of[members], label_of[members] = (
+        tasks.repeat_interleave(counts),
+        labels.repeat_interleave(counts),
+    )
 
     # Groups with a negative number instead of a class are held out: never drawn, if the plan has such.
     aside = label_of < 0
@@ -129,10 +182,21 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
     balanced = plan.policy != "reservoir" and classifies
     if classifies:
         assert header.outputs is not None
-        possible = torch.tensor(sorted({c for _, classes in header.settings.tasks or () for c in classes} or range(header.outputs)))
+        possible = torch.tensor(
+            sorted(
+                {c for _, classes in header.settings.tasks or () for c in classes}
+                or range(header.outputs)
+            )
+        )
         yield bool(torch.isin(slots, possible).all()), "the labels"
-        yield bool(torch.isin(named, possible).all()) if balanced else not bool(named.any()), "the groups"
-        yield bool(torch.isin(~labels[labels < 0], possible).all() if free else (labels >= -1).all()), "the groups"
+        yield (
+            bool(torch.isin(named, possible).all()) if balanced else not bool(named.any()),
+            "the groups",
+        )
+        yield (
+            bool(torch.isin(~labels[labels < 0], possible).all() if free else (labels >= -1).all()),
+            "the groups",
+        )
     else:
         yield not bool(slots.any() or named.any()) and bool((labels >= -1).all()), "the labels"
     yield not balanced or torch.equal(label_of[~aside], slots[~aside]), "the groups"
@@ -148,14 +212,27 @@ def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Iterat
     hidden[visible] = False
     if free:
         steps, ripening = coming.unbind(1)
-        yield len(fresh) == 0 and _within(ripening, 0, rows - 1) and _within(steps, 1, number), "the rows that come"
+        yield (
+            len(fresh) == 0 and _within(ripening, 0, rows - 1) and _within(steps, 1, number),
+            "the rows that come",
+        )
         yield bool((steps.diff() >= 0).all()), "the rows that come"
         ripe = ripening[tensors["arrived"][ripening] == steps]
-        yield bool(torch.isin((hidden & ~aside).nonzero()[:, 0], ripe).all()) and bool(hidden[aside].all()), "the rows that come"
+        yield (
+            bool(torch.isin((hidden & ~aside).nonzero()[:, 0], ripe).all())
+            and bool(hidden[aside].all()),
+            "the rows that come",
+        )
     else:
         current = (task_of == kept.task) & learning
-        yield len(coming) == 0 and torch.equal(hidden, current | aside), "the rows that may be drawn"
-        yield len(fresh) == int(current.sum()) and bool(current[fresh].all()), "the rows of the task"
+        yield (
+            len(coming) == 0 and torch.equal(hidden, current | aside),
+            "the rows that may be drawn",
+        )
+        yield (
+            len(fresh) == int(current.sum()) and bool(current[fresh].all()),
+            "the rows of the task",
+        )
 
 
 def _within(tensor: Tensor, least: int, most: int) -> bool:
@@ -169,7 +246,9 @@ def _each_once(rows: Tensor, count: int) -> bool:
 
 def check_counts(tensors: Mapping[str, Tensor]) -> None:
     """Raise unless whole numbers in a method's state are counts."""
-    if any(t.dtype == torch.int64 and not _within(t.reshape(-1), 0, LARGE) for t in tensors.values()):
+    if any(
+        t.dtype == torch.int64 and not _within(t.reshape(-1), 0, LARGE) for t in tensors.values()
+    ):
         raise AlteredError("the state of its method")
 
 

@@ -32,7 +32,9 @@ class Part(BaseModel):
 
 
 # A field of `Memory` that a file does not have is at its default.
-_FIELDS: Any = {f.name: (get_type_hints(Memory)[f.name], f.default) for f in dataclasses.fields(Memory)}
+_FIELDS: Any = {
+    f.name: (get_type_hints(Memory)[f.name], f.default) for f in dataclasses.fields(Memory)
+}
 Plan: type[Part] = create_model("Plan", __base__=Part, **_FIELDS)
 
 
@@ -114,7 +116,9 @@ def read_header(about: Mapping[str, Any]) -> Header:
     except ValidationError as reason:
         first = reason.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise AlteredError(f"{ascii(place)[1:-1][:80]} in its header: {first['msg'][:80]}") from None
+        raise AlteredError(
+            f"{ascii(place)[1:-1][:80]} in its header: {first['msg'][:80]}"
+        ) from None
     for sound, what in _agreements(header):
         if not sound:
             raise AlteredError(f"{what} in its header")
@@ -139,11 +143,27 @@ def _agreements(header: Header) -> list[tuple[bool, str]]:
         (not names or header.batches == 0 or header.task in names, "the task"),
         ((header.outputs is not None) == (begun and classifies), "the number of outputs"),
         ((looks is not None) == begun, "the kind of the examples"),
-        (looks is None or all(KINDS.get(kind) in KEPT for kind, _ in looks.kinds), "the kind of the examples"),
-        (looks is None or all(math.prod(max(n, 1) for n in shape) < 2**59 for _, shape in looks.kinds), "the shape of the examples"),
-        (looks is None or not classifies or looks.kinds[-1] == ("int64", []), "the kind of the labels"),
-        (looks is None or len(looks.keywords) in (0, len(looks.kinds) - 1), "the names of the inputs"),
-        (looks is None or len(set(looks.keywords)) == len(looks.keywords), "the names of the inputs"),
+        (
+            looks is None or all(KINDS.get(kind) in KEPT for kind, _ in looks.kinds),
+            "the kind of the examples",
+        ),
+        (
+            looks is None
+            or all(math.prod(max(n, 1) for n in shape) < 2**59 for _, shape in looks.kinds),
+            "the shape of the examples",
+        ),
+        (
+            looks is None or not classifies or looks.kinds[-1] == ("int64", []),
+            "the kind of the labels",
+        ),
+        (
+            looks is None or len(looks.keywords) in (0, len(looks.kinds) - 1),
+            "the names of the inputs",
+        ),
+        (
+            looks is None or len(set(looks.keywords)) == len(looks.keywords),
+            "the names of the inputs",
+        ),
         (begun or not header.replays, "the sizes of batches"),
         (len({group for group, _ in header.best}) == len(header.best), "the best scores"),
     ]

@@ -14,9 +14,24 @@ from onepass.errors import InputError, first_line
 
 X = Any  # a tensor or array; several as a tuple or list; or a mapping from names of `forward` to them
 Kind = tuple[torch.dtype, tuple[int, ...]]
-KEPT = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+KEPT = {
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
 LABELS = KEPT | {torch.uint16, torch.uint32, torch.uint64}  # which become int64
-KINDS = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+KINDS = {
+    str(kind).removeprefix("torch."): kind
+    for kind in vars(torch).values()
+    if isinstance(kind, torch.dtype)
+}
 THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 
@@ -35,19 +50,27 @@ def read_inputs(x: X, like: Examples | None) -> tuple[list[Tensor], tuple[str, .
     if isinstance(x, Mapping):
         keywords = like.keywords if like is not None and like.keywords else tuple(x)
         if set(keywords) != set(x) or not all(isinstance(name, str) for name in x):
-            raise InputError(f"x has the inputs {_names(x)}, and this stream's examples have {_names(keywords)}: give the same ones every time")
+            raise InputError(
+                f"x has the inputs {_names(x)}, and this stream's examples have {_names(keywords)}: give the same ones every time"
+            )
         try:
             values = [x[name] for name in keywords]
         except Exception as reason:
-            raise InputError(f"the inputs of x cannot be read ({first_line(reason)}): give a dictionary of tensors") from reason
+            raise InputError(
+                f"the inputs of x cannot be read ({first_line(reason)}): give a dictionary of tensors"
+            ) from reason
     else:
         values = list(x) if isinstance(x, (tuple, list)) else [x]
     if not values:
         raise InputError("x has no inputs: give a tensor, a tuple of them, or a dictionary")
-    called = [f"x[{name!r}]" for name in keywords] or (["x"] if len(values) == 1 else [f"x[{i}]" for i in range(len(values))])
+    called = [f"x[{name!r}]" for name in keywords] or (
+        ["x"] if len(values) == 1 else [f"x[{i}]" for i in range(len(values))]
+    )
     tensors = [read(value, name) for value, name in zip(values, called, strict=True)]
     if like is not None and (keywords != like.keywords or len(tensors) != len(like.inputs)):
-        before = f"the inputs {_names(like.keywords)}" if like.keywords else f"{len(like.inputs)} inputs"
+        before = (
+            f"the inputs {_names(like.keywords)}" if like.keywords else f"{len(like.inputs)} inputs"
+        )
         raise InputError(
             f"x has {len(tensors)} inputs{' with names' if keywords else ''}, and this stream's examples have {before}: give the same every time"
         )
@@ -62,11 +85,15 @@ def read(value: object, name: str, dtypes: Collection[torch.dtype] = KEPT) -> Te
     """A tensor that can be a batch."""
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
-            raise InputError(f"{name} is a masked array, and its mask would be lost: fill in or drop what is masked")
+            raise InputError(
+                f"{name} is a masked array, and its mask would be lost: fill in or drop what is masked"
+            )
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))
         except (TypeError, ValueError):
-            raise InputError(f"{name} is an array of {value.dtype}: convert it to numbers that torch knows") from None
+            raise InputError(
+                f"{name} is an array of {value.dtype}: convert it to numbers that torch knows"
+            ) from None
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor or a NumPy array, got {type(value).__name__}")
     if type(value) is not Tensor:
@@ -76,14 +103,22 @@ def read(value: object, name: str, dtypes: Collection[torch.dtype] = KEPT) -> Te
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_complex():
         raise InputError(f"{name} is {_kind(value)}: convert it to a dense tensor of real numbers")
     if value.dtype not in dtypes:
-        raise InputError(f"{name} is {value.dtype}, which torch can hardly compute with: convert it, to float32 or int64 say")
+        raise InputError(
+            f"{name} is {value.dtype}, which torch can hardly compute with: convert it, to float32 or int64 say"
+        )
     if value.dim() == 0:
-        raise InputError(f"{name} is a single number: the first dimension must be the examples of the batch")
+        raise InputError(
+            f"{name} is a single number: the first dimension must be the examples of the batch"
+        )
     if len(value) == 0:
         raise InputError(f"{name} is an empty batch: there is nothing to learn from it")
     if value.is_floating_point() and not _finite(value):
-        raise InputError(f"{name} has values that are not finite (NaN or infinity): clean or drop these examples")
-    return (value.clone() if value.is_inference() else value).detach()  # autograd cannot keep what was made in inference mode
+        raise InputError(
+            f"{name} has values that are not finite (NaN or infinity): clean or drop these examples"
+        )
+    return (
+        value.clone() if value.is_inference() else value
+    ).detach()  # autograd cannot keep what was made in inference mode
 
 
 def _plain(value: Tensor, name: str) -> Tensor:
@@ -102,9 +137,13 @@ def _kind(value: Tensor) -> str:
 def check(tensor: Tensor, kind: Kind, name: str) -> None:
     dtype, shape = kind
     if tuple(tensor.shape[1:]) != shape:
-        raise InputError(f"{name} has the shape {list(tensor.shape)}, and this stream's examples have {['batch', *shape]}: pad or reshape them")
+        raise InputError(
+            f"{name} has the shape {list(tensor.shape)}, and this stream's examples have {['batch', *shape]}: pad or reshape them"
+        )
     if tensor.dtype != dtype:
-        raise InputError(f"{name} is {tensor.dtype}, and this stream's examples are {dtype}: convert it")
+        raise InputError(
+            f"{name} is {tensor.dtype}, and this stream's examples are {dtype}: convert it"
+        )
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -126,39 +165,64 @@ def read_labels(y: object, examples: int) -> tuple[list[int], Tensor]:
     target = read(y, "y", LABELS)
     if target.is_floating_point() or target.dtype == torch.bool or target.dim() != 1:
         found = f"{target.dtype} of shape {list(target.shape)}"
-        raise InputError(f"y must be one whole number a class, from 0, for each example, got {found}: for other targets give a loss of your own")
+        raise InputError(
+            f"y must be one whole number a class, from 0, for each example, got {found}: for other targets give a loss of your own"
+        )
     if len(target) != examples:
-        raise InputError(f"x has {examples} examples and y has {len(target)}: give one label for each")
+        raise InputError(
+            f"x has {examples} examples and y has {len(target)}: give one label for each"
+        )
     labels: list[int] = target.tolist()
     if min(labels) < 0:
         raise InputError(f"label {min(labels)} is out of range: classes are counted from 0")
     return labels, target.to(torch.int64)
 
 
-def check_labels(labels: Sequence[int], task: object, classes: Collection[int] | None, outputs: int | None, grows: bool) -> None:
+def check_labels(
+    labels: Sequence[int],
+    task: object,
+    classes: Collection[int] | None,
+    outputs: int | None,
+    grows: bool,
+) -> None:
     """Raise unless the labels are possible: those of a task with `classes` of its own, in a module with so many outputs, if that is known."""
     for label in sorted(set(labels) - set(classes)) if classes is not None else ():
-        raise InputError(f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, classes or ()))}")
+        raise InputError(
+            f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, classes or ()))}"
+        )
     highest = max(labels)
     if outputs is None or highest < outputs:
         return
     if not grows:
-        raise InputError(f"label {highest} is out of range: the module has {outputs} outputs; wrap it with grow=True if classes may appear")
+        raise InputError(
+            f"label {highest} is out of range: the module has {outputs} outputs; wrap it with grow=True if classes may appear"
+        )
     if highest >= outputs + THOUSANDS:
-        raise InputError(f"label {highest} is out of range: the module has {outputs} outputs and would need thousands more; number classes densely")
+        raise InputError(
+            f"label {highest} is out of range: the module has {outputs} outputs and would need thousands more; number classes densely"
+        )
 
 
 def count_outputs(found: object, examples: int) -> int:
     """How many classes a module tells apart, by what it makes of some examples."""
-    if isinstance(found, Tensor) and found.dim() == 2 and len(found) == examples and found.shape[1] > 1:
+    if (
+        isinstance(found, Tensor)
+        and found.dim() == 2
+        and len(found) == examples
+        and found.shape[1] > 1
+    ):
         return found.shape[1]
     shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    raise InputError(f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}")
+    raise InputError(
+        f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}"
+    )
 
 
 def _same_length(first: Tensor, other: Tensor, name: str, other_name: str) -> None:
     if len(first) != len(other):
-        raise InputError(f"{name} has {len(first)} examples and {other_name} has {len(other)}: give the same examples to all inputs")
+        raise InputError(
+            f"{name} has {len(first)} examples and {other_name} has {len(other)}: give the same examples to all inputs"
+        )
 
 
 def _finite(value: Tensor) -> bool:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.draws import Ahead, Purpose, Source, one_of_bits, uniform_at
-from onepass.engine.bound import Bound
+from onepass.engine.batch import Batch
+from onepass.engine.module_fleet import ModuleFleet
 from onepass.errors import InputError
 from onepass.live.plan import Memory, Policy, Where
 from onepass.live.repeats import Repeats
 from onepass.live.storage import Storage, batch_of, columns_of
-from onepass.streams.batch import Batch
+from onepass.random_numbers import Purpose, RandomNumbers, SampleCache, bits_at, uniform_at
 
 __all__ = ["LiveMemory", "Memory", "Policy", "Where"]
 
@@ -40,13 +40,22 @@ class Numbers:
     """Uniform numbers of a task, functions of the seed, the purpose and the example's number."""
 
     def __init__(self, seed: int, purpose: Purpose, task: int) -> None:
-        self._key, self._first, self._made = Source([seed], purpose).key(task), -1, array("d")
+        self._key, self._first, self._made = (
+            RandomNumbers([seed], purpose).key(task),
+            -1,
+            array("d"),
+        )
 
     def __getitem__(self, number: int) -> float:
         place = number % DRAWN
         if self._first != number - place:
             self._first = number - place
-            self._made = array("d", uniform_at(self._key, torch.arange(self._first, self._first + DRAWN)[None])[0].tolist())
+            self._made = array(
+                "d",
+                uniform_at(self._key, torch.arange(self._first, self._first + DRAWN)[None])[
+                    0
+                ].tolist(),
+            )
         return self._made[place]
 
 
@@ -66,8 +75,21 @@ class LiveMemory:
     A batch that a learner shows with `observe` is kept only once `commit` says that its step was taken.
     """
 
-    def __init__(self, fleet: Bound, plan: Memory, policy: Policy, task_free: bool, classes: Callable[[], Sequence[int]]) -> None:
-        self.fleet, self.plan, self.policy, self.task_free, self._classes = fleet, plan, policy, task_free, classes
+    def __init__(
+        self,
+        fleet: ModuleFleet,
+        plan: Memory,
+        policy: Policy,
+        task_free: bool,
+        classes: Callable[[], Sequence[int]],
+    ) -> None:
+        self.fleet, self.plan, self.policy, self.task_free, self._classes = (
+            fleet,
+            plan,
+            policy,
+            task_free,
+            classes,
+        )
         self.budget = self.tasks = 1  # what a benchmark would know; here nobody does
         self.storage: Storage | None = None
         self.task = 0
@@ -78,14 +100,16 @@ class LiveMemory:
         self._seen: Counter[Group] = Counter()  # examples of each group that passed by
         self._visible: list[int] = []  # rows that may be drawn
         self._position = array("q")  # of each row, where it is in that list, or -1
-        self._fresh: dict[int, None] = {}  # rows of the current task, which may not, in the order in which they were filled
+        self._fresh: dict[
+            int, None
+        ] = {}  # rows of the current task, which may not, in the order in which they were filled
         self._coming: deque[int] = deque()  # step and row, in one number, of what is too recent
         self._number = 0  # examples of the current task, or of the stream
         self._pending: Batch | None = None
         self._copy: dict[str, Tensor] = {}  # of the batch that is being learnt
         self._rows: Tensor | None = None  # `_visible` as a tensor
         self._in_order = False  # is it 0, 1, 2, …?
-        self._ahead = Ahead(Source([fleet.seed], Purpose.REFERENCE))
+        self._ahead = SampleCache(RandomNumbers([fleet.seed], Purpose.REFERENCE))
         self._sharing: Sequence[int] = ()  # the classes that the room of a task is shared by
         self._most: int | None = None  # rows at most, if there is a limit,
         self._spare = 0  # and bytes for what is noted of them
@@ -99,7 +123,7 @@ class LiveMemory:
     def begin_task(self, task: int) -> None:
         self.task = task
         self._number = 0
-        self._luck = Numbers(self.fleet.seed, Purpose.RESERVOIR, task)
+        self._random = Numbers(self.fleet.seed, Purpose.RESERVOIR, task)
         self._coin = Numbers(self.fleet.seed, Purpose.HELD_OUT, task)
         if self.policy in ("class-reservoir", "ring"):
             self._sharing = self._classes()
@@ -123,8 +147,14 @@ class LiveMemory:
             return None
         rows = self._visible_rows()
         if n > count:
-            rows = rows[self._ahead.sample(torch.tensor([self.fleet.number]), self.fleet.number, [n], count)[0]]
-        elif self._in_order and self.fleet.is_pure():  # nothing has to be gathered, and nobody writes into it
+            rows = rows[
+                self._ahead.sample(
+                    torch.tensor([self.fleet.number]), self.fleet.number, [n], count
+                )[0]
+            ]
+        elif (
+            self._in_order and self.fleet.is_traceable()
+        ):  # nothing has to be gathered, and nobody writes into it
             assert self.storage is not None
             return batch_of(self.storage.first(n, self.fleet.device))
         return self.take(rows)
@@ -134,9 +164,16 @@ class LiveMemory:
 
     def of(self, tasks: Sequence[int]) -> Batch:
         """All that may be rehearsed of one past task."""
-        rows = sorted(row for group, members in self._members.items() if group[0] == tasks[0] and group[1] >= 0 for row in members)
+        rows = sorted(
+            row
+            for group, members in self._members.items()
+            if group[0] == tasks[0] and group[1] >= 0
+            for row in members
+        )
         if not rows:
-            raise InputError("the memory has no room for an example of every task: give it more bytes or examples")
+            raise InputError(
+                "the memory has no room for an example of every task: give it more bytes or examples"
+            )
         return self.take(torch.tensor(rows))
 
     def of_chosen(self, choose: Callable[[int], Tensor]) -> Batch:
@@ -146,7 +183,9 @@ class LiveMemory:
 
     def prepare(self, batch: Batch) -> None:
         """Make room for a batch before its step is taken: if there is none, this is the time to say so."""
-        self._copy = {name: tensor.clone() for name, tensor in columns_of(batch).items()}  # a module may write into its inputs
+        self._copy = {
+            name: tensor.clone() for name, tensor in columns_of(batch).items()
+        }  # a module may write into its inputs
         if self.storage is None:
             self._open(self._copy)
             assert self.storage is not None
@@ -163,7 +202,7 @@ class LiveMemory:
             return
         written: dict[int, int] = {}
         for place, label in enumerate(labels):
-            row = self._place(self._group_of_next(label), self._luck[self._number])
+            row = self._place(self._group_of_next(label), self._random[self._number])
             self._number += 1
             if row is not None:
                 written[row] = place  # of several examples for one row the last one stays
@@ -222,7 +261,9 @@ class LiveMemory:
         """Rows for measuring only, of past tasks or older than `recent` batches."""
         rows = [row for group, members in self._members.items() if group[1] < 0 for row in members]
         if self.task_free:
-            return [row for row in rows if self._arrived[row] <= self.fleet.number - self.plan.recent]
+            return [
+                row for row in rows if self._arrived[row] <= self.fleet.number - self.plan.recent
+            ]
         return [row for row in rows if row not in self._fresh]
 
     def _keys(self, rows: list[int]) -> list[int]:
@@ -230,30 +271,50 @@ class LiveMemory:
         if not self.task_free or self.storage is None:
             return [self._group[row][0] for row in rows]
         slots = self.storage.columns["slots"]
-        labels: list[int] = slots[torch.tensor(rows, dtype=torch.int64, device=slots.device)].tolist()
+        labels: list[int] = slots[
+            torch.tensor(rows, dtype=torch.int64, device=slots.device)
+        ].tolist()
         return labels
 
     def marked(self) -> dict[str, Any]:
         """All that it knows, to go back to before anything is committed."""
         lists = {"_members": {group: list(rows) for group, rows in self._members.items()}}
-        return {name: copy.copy(value) if name.startswith("_") else value for name, value in vars(self).items()} | lists
+        return {
+            name: copy.copy(value) if name.startswith("_") else value
+            for name, value in vars(self).items()
+        } | lists
 
     # ---- which example stays
 
     def _open(self, values: Mapping[str, Tensor]) -> None:
-        example = sum(tensor.dtype.itemsize * tensor.shape[1:].numel() for tensor in values.values())
+        example = sum(
+            tensor.dtype.itemsize * tensor.shape[1:].numel() for tensor in values.values()
+        )
         each = INDEX + example
-        limits = [n for n in (self.plan.examples, self.plan.bytes // each if self.plan.bytes else None) if n is not None]
+        limits = [
+            n
+            for n in (self.plan.examples, self.plan.bytes // each if self.plan.bytes else None)
+            if n is not None
+        ]
         if not limits and self.task_free:
             limits = [TASK_FREE]
         self._limit = self._most = min(limits) if limits else None
         if self._most is not None:
-            self._spare = self.plan.bytes - self._most * example if self.plan.bytes else (ROW + 2 * GROUP) * self._most
+            self._spare = (
+                self.plan.bytes - self._most * example
+                if self.plan.bytes
+                else (ROW + 2 * GROUP) * self._most
+            )
         if self._limit == 0:
-            raise InputError(f"{self.plan.bytes} bytes are too few for a memory: one example needs {each}")
+            raise InputError(
+                f"{self.plan.bytes} bytes are too few for a memory: one example needs {each}"
+            )
         device = self.fleet.device if self.plan.where == "module" else torch.device("cpu")
         self.storage = Storage(
-            values, device, Path(self.plan.folder) if self.plan.folder is not None else None, self._limit if self._reserves else None
+            values,
+            device,
+            Path(self.plan.folder) if self.plan.folder is not None else None,
+            self._limit if self._reserves else None,
         )
 
     def _group_of_next(self, label: int) -> Group:
@@ -266,27 +327,41 @@ class LiveMemory:
             return self.task, ~label if self.task_free else -1
         return self.task, 0 if self.policy == "reservoir" else label
 
-    def _place(self, group: Group, luck: float) -> int | None:
-        """The row that the next example of a group takes, if any; `luck` is uniform on [0, 1) and decides one thing."""
+    def _place(self, group: Group, uniform: float) -> int | None:
+        """The row that the next example of a group takes, if any; `uniform` is uniform on [0, 1) and decides one thing."""
         self._seen[group] += 1
         members, seen = self._members.setdefault(group, []), self._seen[group]
         if group[1] < 0:
-            return self._new(group, luck) if seen <= self.plan.held_out else self._replace(group, int(luck * seen))
+            return (
+                self._new(group, uniform)
+                if seen <= self.plan.held_out
+                else self._replace(group, int(uniform * seen))
+            )
         if self.policy == "class-balanced":
             room = self._limit if self.task_free else self.plan.per_task
-            mine = self._used if self.task_free else len(self._fresh) - len(self._members.get((self.task, -1), ()))
+            mine = (
+                self._used
+                if self.task_free
+                else len(self._fresh) - len(self._members.get((self.task, -1), ()))
+            )
             if room is None or mine < room:
-                return self._new(group, luck)
+                return self._new(group, uniform)
             if seen - 1 > len(members):
-                return self._replace(group, int(luck * seen))
+                return self._replace(group, int(uniform * seen))
             # What is held out has no part in the share of a task.
-            return self._make_room(self._largest(group[0], among_held_out=self.task_free), group, luck)
-        quota = self._share(group[1]) if self.policy != "reservoir" else (self._limit if self.task_free else None) or self.plan.per_task
+            return self._make_room(
+                self._largest(group[0], among_held_out=self.task_free), group, uniform
+            )
+        quota = (
+            self._share(group[1])
+            if self.policy != "reservoir"
+            else (self._limit if self.task_free else None) or self.plan.per_task
+        )
         if seen <= quota:
-            return self._new(group, luck)
+            return self._new(group, uniform)
         if quota == 0:
             return None
-        return self._replace(group, int(luck * seen))
+        return self._replace(group, int(uniform * seen))
 
     def _share(self, label: int) -> int:
         """The rows of one of the classes that share the room of a task. They are not noted: there may be many more classes than rows."""
@@ -295,7 +370,7 @@ class LiveMemory:
         share, rest = divmod(self.plan.per_task, len(self._sharing))
         return share + (self._sharing.index(label) < rest)
 
-    def _new(self, group: Group, luck: float) -> int | None:
+    def _new(self, group: Group, uniform: float) -> int | None:
         """A row of its own: an empty one, or that of a member of the largest group of the task that has most."""
         if self._limit is None or self._used < self._limit:
             row, self._used = self._used, self._used + 1
@@ -304,7 +379,7 @@ class LiveMemory:
             self._position.append(-1)
             self._enter(row, group)
             return row
-        return self._make_room(self._largest(self._fullest()), group, luck)
+        return self._make_room(self._largest(self._fullest()), group, uniform)
 
     def _fullest(self) -> int:
         """The task that has most."""
@@ -314,15 +389,21 @@ class LiveMemory:
         return max(totals, key=lambda task: (totals[task], task == self.task))
 
     def _largest(self, task: int, among_held_out: bool = True) -> Group:
-        groups = (group for group in self._members if group[0] == task and (among_held_out or group[1] >= 0))
+        groups = (
+            group
+            for group in self._members
+            if group[0] == task and (among_held_out or group[1] >= 0)
+        )
         return max(groups, key=lambda group: (len(self._members[group]), group[1] < 0))
 
-    def _make_room(self, largest: Group, group: Group, luck: float) -> int | None:
+    def _make_room(self, largest: Group, group: Group, uniform: float) -> int | None:
         """A member of the largest group goes, unless the example's own group has had to give examples away, or would have to now."""
         members, seen = self._members[group], self._seen[group]
-        if seen - 1 > len(members) or (largest[0] == group[0] and len(members) >= len(self._members[largest])):
-            return self._replace(group, int(luck * seen))
-        row = self._give_way(largest, luck)
+        if seen - 1 > len(members) or (
+            largest[0] == group[0] and len(members) >= len(self._members[largest])
+        ):
+            return self._replace(group, int(uniform * seen))
+        row = self._give_way(largest, uniform)
         self._group[row] = group
         self._enter(row, group)
         return row
@@ -344,10 +425,10 @@ class LiveMemory:
     def _is_ring(self, group: Group) -> bool:
         return self.policy == "ring" and group[1] >= 0
 
-    def _give_way(self, group: Group, luck: float) -> int:
+    def _give_way(self, group: Group, uniform: float) -> int:
         """The row of a uniform member that leaves its group; of the oldest one of a ring."""
         members = self._members[group]
-        row = members.pop(int(luck * len(members)) if not self._is_ring(group) else 0)
+        row = members.pop(int(uniform * len(members)) if not self._is_ring(group) else 0)
         if not members and group[0] != self.task:
             del self._members[group], self._seen[group]
         self._hide(row)
@@ -380,11 +461,19 @@ class LiveMemory:
                 continue
             if self._used <= allowed:
                 break
-            bits = one_of_bits(self.fleet.seed, Purpose.ROOM, self.fleet.number, self._used)
-            self._drop(self._give_way(self._largest(self._fullest()), (bits % 2**64 >> 11) * 2.0**-53))
+            bits = bits_at(self.fleet.seed, Purpose.ROOM, self.fleet.number, self._used)
+            self._drop(
+                self._give_way(self._largest(self._fullest()), (bits % 2**64 >> 11) * 2.0**-53)
+            )
         self._limit = allowed
-        if len(self._coming) > self._used + self._used // 2 + 64:  # some have another example by now
-            self._coming = deque(dict.fromkeys(one for one in self._coming if self._arrived[one % 2**SHIFT] == one >> SHIFT))
+        if (
+            len(self._coming) > self._used + self._used // 2 + 64
+        ):  # some have another example by now
+            self._coming = deque(
+                dict.fromkeys(
+                    one for one in self._coming if self._arrived[one % 2**SHIFT] == one >> SHIFT
+                )
+            )
 
     def _forget_empty(self) -> None:
         self._members = {group: rows for group, rows in self._members.items() if rows}
@@ -405,7 +494,11 @@ class LiveMemory:
             self.storage.move(last, row)
             members = self._members[self._group[last]]
             members[members.index(last)] = row
-            self._group[row], self._arrived[row], self._position[row] = self._group[last], self._arrived[last], self._position[last]
+            self._group[row], self._arrived[row], self._position[row] = (
+                self._group[last],
+                self._arrived[last],
+                self._position[last],
+            )
             if self._position[row] >= 0:
                 self._visible[self._position[row]] = row
             if last in self._fresh:
@@ -423,7 +516,9 @@ class LiveMemory:
     def _let_ripen(self) -> None:
         while self._coming and self._coming[0] >> SHIFT <= self.fleet.number - self.plan.recent:
             step, row = divmod(self._coming.popleft(), 2**SHIFT)
-            if self._arrived[row] == step and self._position[row] < 0 and self._group[row][1] >= 0:  # else another example lies there by now
+            if (
+                self._arrived[row] == step and self._position[row] < 0 and self._group[row][1] >= 0
+            ):  # else another example lies there by now
                 self._show(row)
 
     def _show(self, row: int) -> None:
@@ -454,11 +549,27 @@ class LiveMemory:
         """The examples and everything that decides which ones come next."""
         if self.storage is None:
             return {}
-        columns = {f"examples.{name}": column[: self._used] for name, column in self.storage.columns.items()}
+        columns = {
+            f"examples.{name}": column[: self._used]
+            for name, column in self.storage.columns.items()
+        }
         members = [row for rows in self._members.values() for row in rows]
-        lists = {"members": members, "arrived": list(self._arrived), "visible": self._visible, "fresh": list(self._fresh)}
-        pairs = {"coming": torch.tensor([divmod(one, 2**SHIFT) for one in self._coming], dtype=torch.int64).view(-1, 2)}
-        return columns | pairs | {name: torch.tensor(values, dtype=torch.int64) for name, values in lists.items()}
+        lists = {
+            "members": members,
+            "arrived": list(self._arrived),
+            "visible": self._visible,
+            "fresh": list(self._fresh),
+        }
+        pairs = {
+            "coming": torch.tensor(
+                [divmod(one, 2**SHIFT) for one in self._coming], dtype=torch.int64
+            ).view(-1, 2)
+        }
+        return (
+            columns
+            | pairs
+            | {name: torch.tensor(values, dtype=torch.int64) for name, values in lists.items()}
+        )
 
     def counters(self) -> dict[str, Any]:
         groups = [[*group, len(rows), self._seen[group]] for group, rows in self._members.items()]
@@ -470,10 +581,17 @@ class LiveMemory:
         self._reserves = False
         self.begin_task(counters["task"])
         sharing = tuple(int(label) for label, _ in counters["quota"])
-        self._number, self._sharing = counters["number"], range(len(sharing)) if sharing == tuple(range(len(sharing))) else sharing
+        self._number, self._sharing = (
+            counters["number"],
+            range(len(sharing)) if sharing == tuple(range(len(sharing))) else sharing,
+        )
         if not state:
             return
-        columns = {name.removeprefix("examples."): state[name] for name in sorted(state) if name.startswith("examples.")}
+        columns = {
+            name.removeprefix("examples."): state[name]
+            for name in sorted(state)
+            if name.startswith("examples.")
+        }
         self._used = len(columns["slots"])
         self._open(columns)
         assert self.storage is not None
@@ -488,11 +606,16 @@ class LiveMemory:
             self._seen[group] = seen
             for row in self._members[group]:
                 self._group[row] = group
-        self._arrived, self._position = array("q", state["arrived"].tolist()), array("q", [-1] * self._used)
+        self._arrived, self._position = (
+            array("q", state["arrived"].tolist()),
+            array("q", [-1] * self._used),
+        )
         self._visible, self._fresh, self._rows = [], dict.fromkeys(state["fresh"].tolist()), None
         for row in state["visible"].tolist():
             self._show(row)
-        self._coming = deque(int(step) << SHIFT | int(row) for step, row in state["coming"].tolist())
+        self._coming = deque(
+            int(step) << SHIFT | int(row) for step, row in state["coming"].tolist()
+        )
         self._limit = None if self._most is None else self._allowed()
         if self._used:
             self._repeats.remember(columns, self._used)

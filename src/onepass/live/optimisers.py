@@ -32,9 +32,13 @@ def check_optimizer(optimizer: Optimizer | None, module: nn.Module) -> None:
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):
-        raise InputError(f"the optimizer must be a torch.optim.Optimizer over the module's parameters, got {type(optimizer).__name__}")
+        raise InputError(
+            f"the optimizer must be a torch.optim.Optimizer over the module's parameters, got {type(optimizer).__name__}"
+        )
     if type(optimizer).__name__ in UNABLE:
-        raise InputError(f"{type(optimizer).__name__} {UNABLE[type(optimizer).__name__]}: choose another optimizer")
+        raise InputError(
+            f"{type(optimizer).__name__} {UNABLE[type(optimizer).__name__]}: choose another optimizer"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(
@@ -42,7 +46,9 @@ def check_optimizer(optimizer: Optimizer | None, module: nn.Module) -> None:
         )
     own = {id(p) for p in module.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise InputError("the optimizer has parameters that are not the module's: make it from module.parameters()")
+        raise InputError(
+            "the optimizer has parameters that are not the module's: make it from module.parameters()"
+        )
 
 
 def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -54,9 +60,15 @@ def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, 
             if isinstance(value, Tensor):
                 tensors[f"{index}.{key}"] = value
             else:
-                numbers[f"{index}.{key}"] = _plain(value, f"the state '{key}' of {type(optimizer).__name__}")
+                numbers[f"{index}.{key}"] = _plain(
+                    value, f"the state '{key}' of {type(optimizer).__name__}"
+                )
     groups = [
-        {key: _plain(value, f"the setting '{key}' of {type(optimizer).__name__}") for key, value in group.items()} for group in saved["param_groups"]
+        {
+            key: _plain(value, f"the setting '{key}' of {type(optimizer).__name__}")
+            for key, value in group.items()
+        }
+        for group in saved["param_groups"]
     ]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
@@ -64,21 +76,35 @@ def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, 
 def check_saved(optimizer: Optimizer, kind: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless what was saved fits an optimizer."""
     if type(optimizer).__name__ != kind:
-        raise InputError(f"the file was saved with {ascii(kind)[1:60]}, and this optimizer is {type(optimizer).__name__}: give one of the same kind")
+        raise InputError(
+            f"the file was saved with {ascii(kind)[1:60]}, and this optimizer is {type(optimizer).__name__}: give one of the same kind"
+        )
     now = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-    if [len(places) for places in now] != [len(group["params"]) if isinstance(group.get("params"), list) else -1 for group in groups]:
-        raise InputError("the optimizer groups the module's parameters otherwise than the saved one: make it as it was")
+    if [len(places) for places in now] != [
+        len(group["params"]) if isinstance(group.get("params"), list) else -1 for group in groups
+    ]:
+        raise InputError(
+            "the optimizer groups the module's parameters otherwise than the saved one: make it as it was"
+        )
     if now != [group["params"] for group in groups]:
         raise AlteredError("the parameters of its optimizer")
 
 
-def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
+def restore_optimizer(
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    numbers: Mapping[str, Any],
+) -> None:
     """Go on from a saved `optimizer_state`, if it can be one of this optimizer."""
     own = optimizer.state_dict()["param_groups"]
     wanted = [_settings(saved, mine) for saved, mine in zip(groups, own, strict=True)]
     state: dict[int, dict[str, Any]] = {}
     places = {str(place): place for group in own for place in group["params"]}
-    for name, value in {**tensors, **{name: _given(value, None) for name, value in numbers.items()}}.items():
+    for name, value in {
+        **tensors,
+        **{name: _given(value, None) for name, value in numbers.items()},
+    }.items():
         place, _, key = name.partition(".")
         if place not in places or not key:
             raise AlteredError("the state of its optimizer")
@@ -108,7 +134,11 @@ def _settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, An
 
 def _alike(value: Any, mine: Any) -> bool:
     if isinstance(value, (list, tuple)) or isinstance(mine, (list, tuple)):
-        both = isinstance(value, (list, tuple)) and isinstance(mine, (list, tuple)) and len(value) == len(mine)
+        both = (
+            isinstance(value, (list, tuple))
+            and isinstance(mine, (list, tuple))
+            and len(value) == len(mine)
+        )
         return both and all(_alike(a, b) for a, b in zip(value, mine, strict=True))
     if isinstance(value, bool) or isinstance(mine, bool):
         return isinstance(value, bool | None) and isinstance(mine, bool | None)
@@ -117,7 +147,12 @@ def _alike(value: Any, mine: Any) -> bool:
     return True  # numbers, one as a tensor, or nothing
 
 
-def _check_state(kind: type[Optimizer], group: Mapping[str, Any], parameters: Sequence[Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_state(
+    kind: type[Optimizer],
+    group: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    state: Mapping[int, Mapping[str, Any]],
+) -> None:
     """Raise unless one of torch's own optimizers takes these settings and would have such a state."""
     known: dict[tuple[torch.Size, torch.dtype], Expected] = {}
     for place in group["params"]:
@@ -129,31 +164,56 @@ def _check_state(kind: type[Optimizer], group: Mapping[str, Any], parameters: Se
             continue
         # Half precision overflows in a sound state, too.
         if any(
-            not isinstance(found.get(key), Tensor) or found[key].shape != size or found[key].is_floating_point() != real
+            not isinstance(found.get(key), Tensor)
+            or found[key].shape != size
+            or found[key].is_floating_point() != real
             for key, (size, real) in known[shape, dtype].items()
-        ) or any(isinstance(t, Tensor) and t.element_size() >= 4 and not bool(t.isfinite().all()) for t in found.values()):
+        ) or any(
+            isinstance(t, Tensor) and t.element_size() >= 4 and not bool(t.isfinite().all())
+            for t in found.values()
+        ):
             raise AlteredError("the state of its optimizer")
         step = found.get("step", 0)
-        if not 0 <= float(step if not isinstance(step, Tensor) or step.numel() == 1 else math.nan) < 2**53:
+        if (
+            not 0
+            <= float(step if not isinstance(step, Tensor) or step.numel() == 1 else math.nan)
+            < 2**53
+        ):
             raise AlteredError("the steps of its optimizer")
 
 
-def _after_a_step(kind: type[Optimizer], group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> Expected:
+def _after_a_step(
+    kind: type[Optimizer], group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype
+) -> Expected:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     takes = inspect.signature(kind).parameters
     try:
         make: Any = kind
-        optimizer: Optimizer = make([parameter], **{key: value for key, value in group.items() if key in takes and key not in {"params", *SWITCHES}})
+        optimizer: Optimizer = make(
+            [parameter],
+            **{
+                key: value
+                for key, value in group.items()
+                if key in takes and key not in {"params", *SWITCHES}
+            },
+        )
         optimizer.step()
     except Exception as reason:
         raise AlteredError(f"the settings of its optimizer: {ascii(str(reason))[1:60]}") from None
-    return {key: (value.shape, value.is_floating_point()) for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
+    return {
+        key: (value.shape, value.is_floating_point())
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": _plain(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {
+            "tensor": _plain(value.item(), what),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
     if isinstance(value, (list, tuple)):
         return [_plain(part, what) for part in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -48,18 +48,34 @@ class Memory:
     held_out: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("per_task", 1), ("examples", 1), ("bytes", 1), ("recent", 0), ("held_out", 0)):
+        for name, least in (
+            ("per_task", 1),
+            ("examples", 1),
+            ("bytes", 1),
+            ("recent", 0),
+            ("held_out", 0),
+        ):
             value = getattr(self, name)
             if value is not None or name not in ("examples", "bytes"):
                 object.__setattr__(self, name, _whole(name, value, least))
-        if self.policy is not None and not (isinstance(self.policy, str) and self.policy in get_args(Policy)):
+        if self.policy is not None and not (
+            isinstance(self.policy, str) and self.policy in get_args(Policy)
+        ):
             raise unknown("memory policy", str(self.policy), get_args(Policy))
         if not (isinstance(self.where, str) and self.where in get_args(Where)):
             raise unknown("place for the memory", str(self.where), get_args(Where))
         if (self.where == "disk") != (self.folder is not None):
-            raise InputError("a memory on disk needs a folder, and only that one does: give where='disk' and folder='…' together")
-        if self.folder is not None and (not isinstance(self.folder, (str, Path)) or not str(self.folder).strip() or "\0" in str(self.folder)):
-            raise InputError(f"the memory's folder must be the path of a folder, got {self.folder!r}: name one, '.' for the current one")
+            raise InputError(
+                "a memory on disk needs a folder, and only that one does: give where='disk' and folder='…' together"
+            )
+        if self.folder is not None and (
+            not isinstance(self.folder, (str, Path))
+            or not str(self.folder).strip()
+            or "\0" in str(self.folder)
+        ):
+            raise InputError(
+                f"the memory's folder must be the path of a folder, got {self.folder!r}: name one, '.' for the current one"
+            )
 
 
 def _whole(name: str, value: object, least: int) -> int:
@@ -69,8 +85,12 @@ def _whole(name: str, value: object, least: int) -> int:
     except TypeError:
         number = -1
     if isinstance(value, bool) or not least <= number <= LARGEST:
-        what = {"recent": "of batches, at least 0", "held_out": "of examples, at least 0"}.get(name, "above 0")
-        raise InputError(f"the memory's {name} must be a whole number {what}, and at most 2**60, got {_short(value)}")
+        what = {"recent": "of batches, at least 0", "held_out": "of examples, at least 0"}.get(
+            name, "above 0"
+        )
+        raise InputError(
+            f"the memory's {name} must be a whole number {what}, and at most 2**60, got {_short(value)}"
+        )
     return number
 
 

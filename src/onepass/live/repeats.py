@@ -85,7 +85,15 @@ def hashes(columns: Mapping[str, Tensor], rows: Sequence[int]) -> list[int]:
         if tensor.device.type == "cpu":
             lines, places = tensor, rows
         else:
-            lines, places = tensor.index_select(0, torch.tensor(rows, device=tensor.device)).cpu(), range(len(rows))
-        content = lines.reshape(len(lines), lines.shape[1:].numel()).contiguous().view(torch.uint8).numpy()
+            lines, places = (
+                tensor.index_select(0, torch.tensor(rows, device=tensor.device)).cpu(),
+                range(len(rows)),
+            )
+        content = (
+            lines.reshape(len(lines), lines.shape[1:].numel())
+            .contiguous()
+            .view(torch.uint8)
+            .numpy()
+        )
         parts.append([content[place].tobytes() for place in places])
     return [hash(line) or 1 for line in zip(*parts, strict=True)]

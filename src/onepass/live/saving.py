@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.engine.modules import Buffers, as_now
+from onepass.engine.module_checks import Buffers, as_now
+from onepass.engine.slots import Slots
 from onepass.errors import InputError, is_out_of_memory
 from onepass.interrupts import Held
 from onepass.learners import method
@@ -32,10 +33,18 @@ from onepass.live.optimisers import check_optimizer, check_saved, optimizer_stat
 from onepass.live.plan import Memory
 from onepass.live.settings import make_place, read_autosave
 from onepass.live.wrapper import OnePass
-from onepass.streams.slots import Slots
 
 # What a file cannot hold, or must not decide.
-AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave", "autosave_every", "where", "folder"}
+AGAIN = {
+    "optimizer",
+    "loss",
+    "watch",
+    "watch_every",
+    "autosave",
+    "autosave_every",
+    "where",
+    "folder",
+}
 PARTS = ("module", "learner", "memory", "sample", "optimizer")
 
 
@@ -49,7 +58,10 @@ def packed(owner: OnePass) -> bytes:
     """The content of the file."""
     fleet, memory = owner.fleet, owner.memory
     parts: dict[str, Mapping[str, Tensor]] = {
-        "module": {name: p.detach() for name, p in [*owner.module.named_parameters(), *owner.module.named_buffers()]},
+        "module": {
+            name: p.detach()
+            for name, p in [*owner.module.named_parameters(), *owner.module.named_buffers()]
+        },
         "learner": owner.learner.state(),
         "memory": memory.state() if memory is not None else {},
         "sample": {f"{i:03d}": tensor for i, tensor in enumerate(owner._sample)},
@@ -57,7 +69,11 @@ def packed(owner: OnePass) -> bytes:
     optimizer = None
     if fleet.optimizer is not None:
         parts["optimizer"], optimizer = optimizer_state(fleet.optimizer)
-    tensors = {f"{part}.{name}": t.detach().cpu().contiguous().clone() for part, state in parts.items() for name, t in state.items()}
+    tensors = {
+        f"{part}.{name}": t.detach().cpu().contiguous().clone()
+        for part, state in parts.items()
+        for name, t in state.items()
+    }
     about = {
         "settings": settings(owner),
         "own_loss": not owner.classifies,
@@ -72,7 +88,9 @@ def packed(owner: OnePass) -> bytes:
         "batches": owner.batches,
         "task": owner.task,
         # JSON has no other numbers.
-        "best": [[group, score] for group, score in owner._watch.best.items() if math.isfinite(score)],
+        "best": [
+            [group, score] for group, score in owner._watch.best.items() if math.isfinite(score)
+        ],
     }
     return pack(about, tensors)
 
@@ -111,7 +129,13 @@ def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, A
     with _one_sentence(path):
         about, tensors = unpack(content, path)
         plan = read_header(about).plan
-        return _made(about, tensors, path, module, {"where": plan["where"], "folder": plan["folder"], **given})
+        return _made(
+            about,
+            tensors,
+            path,
+            module,
+            {"where": plan["where"], "folder": plan["folder"], **given},
+        )
 
 
 def _check_given(module: nn.Module, given: Mapping[str, Any]) -> None:
@@ -119,7 +143,9 @@ def _check_given(module: nn.Module, given: Mapping[str, Any]) -> None:
         raise InputError(f"a learner is loaded into an nn.Module, got {type(module).__name__}")
     for name in given:
         if name not in AGAIN:
-            raise InputError(f"'{name}' is in the file and cannot be given again: load takes {', '.join(sorted(AGAIN))}")
+            raise InputError(
+                f"'{name}' is in the file and cannot be given again: load takes {', '.join(sorted(AGAIN))}"
+            )
     check_optimizer(given.get("optimizer"), module)
 
 
@@ -128,24 +154,52 @@ def _one_sentence(path: str) -> Iterator[None]:
     try:
         yield
     except AlteredError as reason:
-        raise InputError(f"{path} was altered after it was saved ({reason}): take another copy of it") from None
+        raise InputError(
+            f"{path} was altered after it was saved ({reason}): take another copy of it"
+        ) from None
     except Exception as reason:
         if isinstance(reason, InputError) or not is_out_of_memory(reason):
             raise
-        raise InputError(f"there is not enough memory to load {path}: make room, or load it on a larger machine") from reason
+        raise InputError(
+            f"there is not enough memory to load {path}: make room, or load it on a larger machine"
+        ) from reason
 
 
-def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, module: nn.Module, given: Mapping[str, Any]) -> OnePass:
+def _made(
+    about: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    path: str,
+    module: nn.Module,
+    given: Mapping[str, Any],
+) -> OnePass:
     """A new learner in `module`, which goes on from what was saved."""
     header = read_header(about)
-    saved, optimizer, autosave = header.optimizer, given.get("optimizer"), read_autosave(given.get("autosave"))
-    for what, needed, name in (("a loss of its own", header.own_loss, "loss"), ("an optimizer", saved is not None, "optimizer")):
+    saved, optimizer, autosave = (
+        header.optimizer,
+        given.get("optimizer"),
+        read_autosave(given.get("autosave")),
+    )
+    for what, needed, name in (
+        ("a loss of its own", header.own_loss, "loss"),
+        ("an optimizer", saved is not None, "optimizer"),
+    ):
         if needed != (given.get(name) is not None):
-            raise InputError(f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}=")
+            raise InputError(
+                f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}="
+            )
     own, memory = check_settings(header), placed(header, given, path)
-    if method(header.settings.method).learner.one_input:  # older files may have what is refused by now
+    if method(
+        header.settings.method
+    ).learner.one_input:  # older files may have what is refused by now
         own, memory = own | {"all_classes": False}, Memory()
-    state = {part: {key.partition(".")[2]: tensors[key] for key in sorted(tensors) if key.partition(".")[0] == part} for part in PARTS}
+    state = {
+        part: {
+            key.partition(".")[2]: tensors[key]
+            for key in sorted(tensors)
+            if key.partition(".")[0] == part
+        }
+        for part in PARTS
+    }
     if sum(map(len, state.values())) != len(tensors) or (saved is None and state["optimizer"]):
         raise AlteredError("tensors that belong to nothing")
     check_module(header, state["module"], module)
@@ -163,7 +217,11 @@ def _made(about: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, mo
             memory=memory,
             precision=header.settings.precision,
             seed=header.settings.seed,
-            **{name: value for name, value in given.items() if name not in ("where", "folder", "autosave")},
+            **{
+                name: value
+                for name, value in given.items()
+                if name not in ("where", "folder", "autosave")
+            },
             **own,  # whose names are the method's alone
         )
         check_memory(header, memory, state["memory"], owner.memory is not None)
@@ -188,7 +246,12 @@ def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Te
         size, width = fleet.theta.shape[1], len(state["module"][f"{owner.head}.weight".lstrip(".")])
         if width != head.out_features:
             owner.learner.resize(size, grow(fleet, owner.head, width)[0])
-    owner.outputs, owner.segment, owner.batches, owner.task = header.outputs, header.segment, header.batches, header.task
+    owner.outputs, owner.segment, owner.batches, owner.task = (
+        header.outputs,
+        header.segment,
+        header.batches,
+        header.task,
+    )
     if owner.outputs is not None and not owner._tasks:
         fleet.compete(Slots((tuple(range(owner.outputs)),)))
     with torch.no_grad():
@@ -197,7 +260,9 @@ def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Te
     fleet.continue_at(header.fleet.model_dump())
     example = None if header.examples is None else header.examples.examples().inputs[0]
     tasks = header.learner.get("seen", header.segment)  # of a method that counts them itself
-    if tasks != header.segment or not owner.learner.accepts(state["learner"], header.learner, example):
+    if tasks != header.segment or not owner.learner.accepts(
+        state["learner"], header.learner, example
+    ):
         raise AlteredError("the state of its method")
     check_counts(state["learner"])
     owner.learner.restore(state["learner"], header.learner)
@@ -211,8 +276,13 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """After an error, the module and the optimizer are as they were before."""
     parts = list(module.modules())
     buffers = Buffers(parts)
-    data = [(parameter, parameter.data) for parameter in module.parameters()]  # wrapping replaces it
-    looks = [(part, dict(part._parameters), part.training, part.__dict__.get("out_features")) for part in parts]
+    data = [
+        (parameter, parameter.data) for parameter in module.parameters()
+    ]  # wrapping replaces it
+    looks = [
+        (part, dict(part._parameters), part.training, part.__dict__.get("out_features"))
+        for part in parts
+    ]
     back = None if optimizer is None else as_now(optimizer)
     try:
         yield
@@ -231,5 +301,8 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
 
 
 def _described(examples: Examples) -> dict[str, Any]:
-    kinds = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in (*examples.inputs, examples.target)]
+    kinds = [
+        [str(dtype).removeprefix("torch."), list(shape)]
+        for dtype, shape in (*examples.inputs, examples.target)
+    ]
     return {"kinds": kinds, "keywords": list(examples.keywords)}

@@ -37,17 +37,25 @@ def check_module(module: object, place: str = "first") -> None:
 def check_mode() -> None:
     """Raise in inference mode: what is made there can never be learnt from."""
     if torch.is_inference_mode_enabled():
-        raise InputError("nothing can be learnt in inference mode: leave torch.inference_mode() first")
+        raise InputError(
+            "nothing can be learnt in inference mode: leave torch.inference_mode() first"
+        )
 
 
 def read_method(name: str) -> type[Learner]:
     if not isinstance(name, str):
-        raise InputError(f"the method is named by a string such as 'a-gem', got {type(name).__name__}")
+        raise InputError(
+            f"the method is named by a string such as 'a-gem', got {type(name).__name__}"
+        )
     found = method(name)
     if found.joined:
-        raise InputError(f"{name} sees all tasks at once, so it is no method for a stream: choose another one")
+        raise InputError(
+            f"{name} sees all tasks at once, so it is no method for a stream: choose another one"
+        )
     if found.learner.own_network:
-        raise InputError(f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one")
+        raise InputError(
+            f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one"
+        )
     return found.learner
 
 
@@ -69,7 +77,18 @@ def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float]
             raise unknown(
                 f"setting of {name}",
                 key,
-                [*columns, *fields, "learning_rate", "optimizer", "loss", "tasks", "task_free", "grow", "memory", "precision"],
+                [
+                    *columns,
+                    *fields,
+                    "learning_rate",
+                    "optimizer",
+                    "loss",
+                    "tasks",
+                    "task_free",
+                    "grow",
+                    "memory",
+                    "precision",
+                ],
             )
         options[key] = _option(key, value, get_type_hints(learner.options)[key])
     return columns, learner.options(**options)
@@ -86,7 +105,11 @@ def _option(key: str, value: Any, kind: Any) -> Any:
         float: (whole or isinstance(value, float)) and (value == 0 or 1e-30 <= value <= 1e12),
     }
     if not possible.get(kind, False):
-        wanted = {bool: "True or False", int: "a whole number, at least 1", float: "a number from 0"}.get(kind, str(kind))
+        wanted = {
+            bool: "True or False",
+            int: "a whole number, at least 1",
+            float: "a number from 0",
+        }.get(kind, str(kind))
         raise InputError(f"{key} must be {wanted}, got {shown(value)}")
     return float(value) if kind is float else value
 
@@ -111,26 +134,39 @@ def read_flag(name: str, value: object) -> bool:
 
 def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
     if (rate is None) == (optimizer is None):
-        raise InputError("give a learning_rate for plain SGD or an optimizer over the module's parameters, one of them")
+        raise InputError(
+            "give a learning_rate for plain SGD or an optimizer over the module's parameters, one of them"
+        )
     if rate is None:
         return 0.0
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1e-30 < rate < 1e6:
-        raise InputError(f"the learning rate must be a number above 0, and below a million, got {shown(rate)}")
+        raise InputError(
+            f"the learning rate must be a number above 0, and below a million, got {shown(rate)}"
+        )
     return float(rate)
 
 
 def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
     if tasks is None:
         return {}
-    wrong = InputError("tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]")
+    wrong = InputError(
+        "tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]"
+    )
     try:
-        named: dict[Any, Any] = dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
+        named: dict[Any, Any] = (
+            dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
+        )
         table = {name: tuple(operator.index(c) for c in classes) for name, classes in named.items()}
         if any(c >= CLASSES for classes in table.values() for c in classes):
-            raise InputError(f"tasks have a class beyond {CLASSES - 1}: number the classes densely, from 0")
+            raise InputError(
+                f"tasks have a class beyond {CLASSES - 1}: number the classes densely, from 0"
+            )
     except TypeError:
         raise wrong from None
-    if not table or not all(classes and min(classes) >= 0 and len(set(classes)) == len(classes) for classes in table.values()):
+    if not table or not all(
+        classes and min(classes) >= 0 and len(set(classes)) == len(classes)
+        for classes in table.values()
+    ):
         raise wrong
     for name in table:
         check_named(name)
@@ -148,33 +184,69 @@ def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
 def check_named(task: object) -> None:
     """Raise unless it can name a task."""
     if isinstance(task, bool) or not isinstance(task, (int, str)):
-        raise InputError(f"a task is named by a whole number or a string, got {type(task).__name__}")
+        raise InputError(
+            f"a task is named by a whole number or a string, got {type(task).__name__}"
+        )
     if isinstance(task, int) and not -(2**63) <= task < 2**63:
-        raise InputError("a task is named by a number beyond 64 bits: choose a smaller number, or a string")
+        raise InputError(
+            "a task is named by a number beyond 64 bits: choose a smaller number, or a string"
+        )
 
 
-def check_method(name: str, options: Any, plan: Memory, classifies: bool, task_free: bool, tasks: Mapping[Name, tuple[int, ...]]) -> None:
+def check_method(
+    name: str,
+    options: Any,
+    plan: Memory,
+    classifies: bool,
+    task_free: bool,
+    tasks: Mapping[Name, tuple[int, ...]],
+) -> None:
     """Raise unless the method makes sense for such a stream."""
     learner = method(name).learner
     if task_free and not learner.task_free:
-        able = ", ".join(other for other, found in METHODS.items() if found.learner.task_free and not found.joined)
-        raise InputError(f"{name} needs task boundaries: for a task-free stream choose one of {able}")
+        able = ", ".join(
+            other
+            for other, found in METHODS.items()
+            if found.learner.task_free and not found.joined
+        )
+        raise InputError(
+            f"{name} needs task boundaries: for a task-free stream choose one of {able}"
+        )
     if task_free and tasks:
         raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
     if learner.needs_own_classes and not (classifies and tasks):
-        raise InputError(f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy")
+        raise InputError(
+            f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy"
+        )
     if learner.one_input and plan != Memory():
-        raise InputError(f"{name} keeps exemplars of its own, so it has no use for a memory: leave memory out, and say how many with exemplars=")
+        raise InputError(
+            f"{name} keeps exemplars of its own, so it has no use for a memory: leave memory out, and say how many with exemplars="
+        )
     if plan.held_out and not learner.needs_memory:
-        raise InputError(f"{name} keeps no examples, so there are none to hold out for measuring: leave held_out out, or choose another method")
+        raise InputError(
+            f"{name} keeps no examples, so there are none to hold out for measuring: leave held_out out, or choose another method"
+        )
     if learner.one_input and options.all_classes:
-        raise InputError(f"leave all_classes out of {name} here: predict(x) answers among all classes seen so far, predict(x, task=…) among a task's")
+        raise InputError(
+            f"leave all_classes out of {name} here: predict(x) answers among all classes seen so far, predict(x, task=…) among a task's"
+        )
     if plan.policy in ("class-balanced", "class-reservoir", "ring") and not classifies:
-        raise InputError(f"the memory policy {plan.policy} needs classes: use 'reservoir' with a loss of your own")
+        raise InputError(
+            f"the memory policy {plan.policy} needs classes: use 'reservoir' with a loss of your own"
+        )
     if task_free and plan.policy in ("class-reservoir", "ring"):
-        raise InputError(f"the memory policy {plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream")
-    if not classifies and name == "ewc" and options.fisher == "per-task" and options.labels == "model":
-        raise InputError("ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'")
+        raise InputError(
+            f"the memory policy {plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream"
+        )
+    if (
+        not classifies
+        and name == "ewc"
+        and options.fisher == "per-task"
+        and options.labels == "model"
+    ):
+        raise InputError(
+            "ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'"
+        )
 
 
 def check_whole(**numbers: object) -> None:
@@ -182,7 +254,9 @@ def check_whole(**numbers: object) -> None:
     for name, value in numbers.items():
         least = -(2**63) if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise InputError(f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {shown(value)}")
+            raise InputError(
+                f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {shown(value)}"
+            )
 
 
 def read_path(path: object, what: str, kind: str = "file") -> Path:
@@ -194,8 +268,14 @@ def read_path(path: object, what: str, kind: str = "file") -> Path:
         raise InputError(f"{what} is empty: give the path of a {kind}")
     try:
         Path(name).resolve()
-    except (OSError, RuntimeError, ValueError) as reason:  # a loop of links, or a character that no name can have
-        raise InputError(f"{what} cannot be {shown(name)} ({first_line(reason)}): choose another place") from None
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as reason:  # a loop of links, or a character that no name can have
+        raise InputError(
+            f"{what} cannot be {shown(name)} ({first_line(reason)}): choose another place"
+        ) from None
     return Path(name)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.errors import InputError, first_line
-from onepass.streams.batch import Batch
 
 
 class Storage:
@@ -23,7 +23,13 @@ class Storage:
     one would write into the other's examples.
     """
 
-    def __init__(self, like: Mapping[str, Tensor], device: torch.device, folder: Path | None, limit: int | None) -> None:
+    def __init__(
+        self,
+        like: Mapping[str, Tensor],
+        device: torch.device,
+        folder: Path | None,
+        limit: int | None,
+    ) -> None:
         self._device, self._folder = device, folder
         self._kinds = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in like.items()}
         self._process = os.getpid()
@@ -53,22 +59,30 @@ class Storage:
         dtype, shape = self._kinds[name]
         size = rows * shape.numel() * dtype.itemsize
         if size >= 2**62:
-            raise InputError(f"cannot keep {size} bytes of examples: give the memory fewer examples or bytes")
+            raise InputError(
+                f"cannot keep {size} bytes of examples: give the memory fewer examples or bytes"
+            )
         if self._folder is None or size == 0:
             try:
                 return torch.empty(rows, *shape, dtype=dtype, device=self._device)
             except torch.OutOfMemoryError:  # of a GPU, which every other step may raise too
                 raise
             except (RuntimeError, MemoryError):
-                raise InputError(f"cannot keep {size} bytes of examples in main memory: give the memory fewer examples or bytes") from None
+                raise InputError(
+                    f"cannot keep {size} bytes of examples in main memory: give the memory fewer examples or bytes"
+                ) from None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a crash when a page is first written
+                os.posix_fallocate(
+                    file.fileno(), 0, size
+                )  # a full disk is an error now, not a crash when a page is first written
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,))
         except (OSError, MemoryError) as reason:
             why = getattr(reason, "strerror", None) or first_line(reason)
-            raise InputError(f"cannot keep {size} bytes in {self._folder} ({why}): make room, or choose another folder") from None
+            raise InputError(
+                f"cannot keep {size} bytes in {self._folder} ({why}): make room, or choose another folder"
+            ) from None
         return torch.from_numpy(mapped).view(dtype).view(rows, *shape)
 
     def reserve(self, rows: int) -> None:
@@ -85,7 +99,11 @@ class Storage:
         target, source = torch.tensor(rows), torch.tensor(places)
         for name, column in self.columns.items():
             value = values[name]
-            column.index_copy_(0, target.to(column.device), value.index_select(0, source.to(value.device)).to(column.device))
+            column.index_copy_(
+                0,
+                target.to(column.device),
+                value.index_select(0, source.to(value.device)).to(column.device),
+            )
 
     def move(self, source: int, target: int) -> None:
         """One row is copied over another."""
@@ -98,11 +116,18 @@ class Storage:
 
     def take(self, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Some rows, as copies on a device."""
-        return {name: column.index_select(0, rows.to(column.device)).to(device) for name, column in self.columns.items()}
+        return {
+            name: column.index_select(0, rows.to(column.device)).to(device)
+            for name, column in self.columns.items()
+        }
 
 
 def columns_of(batch: Batch) -> dict[str, Tensor]:
-    return {"x": batch.x[0], "slots": batch.slots[0], **{name: tensor[0] for name, tensor in batch.extra.items()}}
+    return {
+        "x": batch.x[0],
+        "slots": batch.slots[0],
+        **{name: tensor[0] for name, tensor in batch.extra.items()},
+    }
 
 
 def batch_of(values: dict[str, Tensor]) -> Batch:

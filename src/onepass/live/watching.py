@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from onepass.engine.batch import Batch
 from onepass.errors import InputError
 from onepass.interrupts import Opened
 from onepass.live.settings import read_path, refusing
-from onepass.streams.batch import Batch
 
 if TYPE_CHECKING:
     from onepass.live.wrapper import OnePass
@@ -46,7 +46,9 @@ class Watch:
         self._callbacks: list[Any] = list(watch) if several and not callable(watch) else [watch]
         for callback in self._callbacks:
             if not callable(callback):
-                raise InputError(f"watch must be a function of a dictionary, or several, got {type(callback).__name__}")
+                raise InputError(
+                    f"watch must be a function of a dictionary, or several, got {type(callback).__name__}"
+                )
         self._owner, self._every = owner, every
         self.best: dict[int, float] = {}
         self._clear()
@@ -63,7 +65,9 @@ class Watch:
         self._hits = 0
         owner.fleet.measures = bool(self._callbacks) and (owner.steps + 1) % self._every == 0
         if self._callbacks and owner.classifies:
-            self._hits = owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum()
+            self._hits = owner.fleet.competition.correct(
+                owner.learner.scores(batch), batch.slots
+            ).sum()
 
     def discard(self) -> None:
         """It was refused."""
@@ -74,7 +78,11 @@ class Watch:
         if not self._callbacks:
             return
         owner = self._owner
-        self._batches, self._examples, self._right = self._batches + 1, self._examples + examples, self._right + self._hits
+        self._batches, self._examples, self._right = (
+            self._batches + 1,
+            self._examples + examples,
+            self._right + self._hits,
+        )
         self._loss, self._seconds = self._loss + loss, self._seconds + seconds
         due = owner.steps % self._every
         if due == 0:
@@ -92,14 +100,18 @@ class Watch:
     def report(self) -> Report:
         owner, memory = self._owner, self._owner.memory
         batches = max(self._batches, 1)
-        kept, size = (memory.counts(), memory.nbytes) if memory is not None else owner.learner.kept()
+        kept, size = (
+            (memory.counts(), memory.nbytes) if memory is not None else owner.learner.kept()
+        )
         forgotten = self.forgetting(since_now=owner.batches == 0)
         known = [value for value in forgotten.values() if value is not None]
         return {
             "step": owner.steps,
             "task": owner.segment,
             "loss": self._loss / batches if self._batches else None,
-            "accuracy": int(self._right) / self._examples if self._examples and owner.classifies else None,
+            "accuracy": int(self._right) / self._examples
+            if self._examples and owner.classifies
+            else None,
             "forgetting": sum(known) / len(known) if known else None,
             "forgetting_by_task": forgotten,
             "violations": owner.violations,
@@ -132,9 +144,16 @@ class Watch:
             total = 0.0
             for start in range(0, len(rows), AT_ONCE):
                 batch = memory.take(torch.tensor(rows[start : start + AT_ONCE]))
-                with refusing("the module or the loss refused examples of the memory", "forgetting cannot be measured"):
+                with refusing(
+                    "the module or the loss refused examples of the memory",
+                    "forgetting cannot be measured",
+                ):
                     if owner.classifies:
-                        total += float(owner.fleet.competition.correct(owner.learner.scores(batch), batch.slots).sum())
+                        total += float(
+                            owner.fleet.competition.correct(
+                                owner.learner.scores(batch), batch.slots
+                            ).sum()
+                        )
                     else:
                         total -= owner.fleet.loss_on(batch) * batch.slots.shape[1]
             found[group] = total / len(rows)
@@ -149,13 +168,19 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise InputError("TensorBoard needs the package tensorboard: install onepass[track]") from None
+            raise InputError(
+                "TensorBoard needs the package tensorboard: install onepass[track]"
+            ) from None
         writer: Any = SummaryWriter
         self._writer = writer(str(path))
 
     def __call__(self, report: Report) -> None:
         for name, value in report.items():
-            parts = {f"{name}/{group}": one for group, one in value.items()} if isinstance(value, dict) else {name: value}
+            parts = (
+                {f"{name}/{group}": one for group, one in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
+            )
             for tag, one in parts.items():
                 if tag != "step" and isinstance(one, (int, float)):
                     self._writer.add_scalar(tag, one, report["step"])
@@ -173,7 +198,11 @@ class LiveView:
     def __init__(self, console: Any = None, rows: int = 20) -> None:
         from rich.live import Live
 
-        self._live, self._rows, self._reports = Live(console=console, refresh_per_second=4), rows, list[Report]()
+        self._live, self._rows, self._reports = (
+            Live(console=console, refresh_per_second=4),
+            rows,
+            list[Report](),
+        )
 
     def __enter__(self) -> LiveView:
         self._live.start()

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.engine.bound import INPUT, Bound
+from onepass.engine.batch import Batch
 from onepass.engine.gradients import Loss
+from onepass.engine.module_fleet import INPUT, ModuleFleet
+from onepass.engine.slots import Slots
 from onepass.errors import InputError, already
 from onepass.interrupts import Opened
 from onepass.learners.base import Learner
@@ -20,7 +22,16 @@ from onepass.live.advice import Advice
 from onepass.live.boundaries import check_name, which
 from onepass.live.exclusive import Exclusive
 from onepass.live.growth import check_growth, check_head, grow
-from onepass.live.inputs import Examples, X, check_labels, count_outputs, kind_of, read_inputs, read_labels, read_target
+from onepass.live.inputs import (
+    Examples,
+    X,
+    check_labels,
+    count_outputs,
+    kind_of,
+    read_inputs,
+    read_labels,
+    read_target,
+)
 from onepass.live.memory import LiveMemory, Memory
 from onepass.live.optimisers import check_optimizer
 from onepass.live.rollback import or_as_before
@@ -47,8 +58,6 @@ from onepass.live.settings import (
 )
 from onepass.live.watching import Callback, Watch
 from onepass.memory import EpisodicMemory
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
 
 TARGET = "target"
 
@@ -114,12 +123,16 @@ class OnePass:
         self.task_free, self._seed = read_flag("task_free", task_free), seed
         self.plan = Memory() if memory is None else memory
         if not isinstance(self.plan, Memory):
-            raise InputError(f"the memory must be described by onepass.Memory, got {type(memory).__name__}")
+            raise InputError(
+                f"the memory must be described by onepass.Memory, got {type(memory).__name__}"
+            )
         check_method(method, self._options, self.plan, self.classifies, self.task_free, self._tasks)
         check_optimizer(optimizer, module)
         self.head = check_head(module, grow) if grow is not False else None
         if self.head is not None and not self.classifies:
-            raise InputError("only classes can grow the head: leave grow out with a loss of your own")
+            raise InputError(
+                "only classes can grow the head: leave grow out with a loss of your own"
+            )
         self._watch = Watch(self, watch, watch_every)
         self._autosave, self._autosave_every = read_autosave(autosave), autosave_every
         self._alone = Exclusive()
@@ -134,8 +147,10 @@ class OnePass:
                     parameter.data = data
                 raise
 
-    def _assemble(self, learner_type: type[Learner], loss: str | OwnLoss, optimizer: Optimizer | None) -> None:
-        self.fleet = Bound(
+    def _assemble(
+        self, learner_type: type[Learner], loss: str | OwnLoss, optimizer: Optimizer | None
+    ) -> None:
+        self.fleet = ModuleFleet(
             self.module,
             Slots(tuple(self._tasks.values()) or ((0,),)),
             self._rate,
@@ -150,16 +165,25 @@ class OnePass:
         self.segment = 0  # how many tasks have ended
         self.batches = 0  # since then
         self.task: Name | None = None  # the name of the current task, if it has one
-        columns = {name: torch.full_like(self.fleet.theta[:, :1], value) for name, value in self._columns.items()}
+        columns = {
+            name: torch.full_like(self.fleet.theta[:, :1], value)
+            for name, value in self._columns.items()
+        }
         self.memory: LiveMemory | None = None
         if learner_type.needs_memory:
             policy = self.plan.policy or ("class-balanced" if self.classifies else "reservoir")
-            self.memory = LiveMemory(self.fleet, self.plan, policy, self.task_free, self._classes_now)
+            self.memory = LiveMemory(
+                self.fleet, self.plan, policy, self.task_free, self._classes_now
+            )
         # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
-        self.learner = learner_type(self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory))
+        self.learner = learner_type(
+            self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory)
+        )
         self.advice = Advice(self)
         self._sample: list[Tensor] = []  # some inputs, to export with
-        self.undo: Callable[[], None] | None = None  # what takes growth back, while a batch is learnt
+        self.undo: Callable[[], None] | None = (
+            None  # what takes growth back, while a batch is learnt
+        )
 
     # ---- learning
 
@@ -186,7 +210,10 @@ class OnePass:
                     try:
                         self._advise(labels, loss)
                     finally:
-                        if self._autosave is not None and self.fleet.number % self._autosave_every == 0:
+                        if (
+                            self._autosave is not None
+                            and self.fleet.number % self._autosave_every == 0
+                        ):
                             self.save(self._autosave)
             return loss
 
@@ -202,7 +229,10 @@ class OnePass:
         else:
             self._learn(batch, labels)
         if self.examples is None:
-            self.examples, self._sample = kind, [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)]
+            self.examples, self._sample = (
+                kind,
+                [torch.cat([tensor, tensor])[:2].clone() for tensor in self._inputs(batch)],
+            )
         self.batches += 1
         return labels
 
@@ -217,7 +247,9 @@ class OnePass:
         """Raise where the user's own code, inside a change of the learner, calls for another one."""
         if self._changing:
             where = "in the middle of a batch, or of the end of a task"
-            raise InputError(f"the learner is {where}: do not call {call} in its own module, loss or data")
+            raise InputError(
+                f"the learner is {where}: do not call {call} in its own module, loss or data"
+            )
         self.fleet.intact()
 
     def _begin(self, batch: Batch, labels: list[int], task: Name | None, crossing: bool) -> None:
@@ -227,7 +259,7 @@ class OnePass:
         self.task = task
         if self.classifies and self.outputs is None:
             with refusing("the module refused the batch", "nothing was learnt from it"):
-                found = self.fleet.answer(batch)
+                found = self.fleet.evaluate(batch)
             self.outputs = count_outputs(found, len(labels))
             if not self._tasks:
                 self.fleet.compete(Slots((tuple(range(self.outputs)),)))
@@ -279,7 +311,9 @@ class OnePass:
             check_mode()
             self._check_at_rest("end_task()")
             if self.batches == 0:
-                raise InputError("no batch was observed since the last task ended: observe some before end_task()")
+                raise InputError(
+                    "no batch was observed since the last task ended: observe some before end_task()"
+                )
             self._changing = True
             try:
                 with or_as_before(self):
@@ -294,34 +328,50 @@ class OnePass:
         if self.learner.needs_review:
             if again is None:
                 other = " or choose fisher='moving-average'" if self.method == "ewc" else ""
-                raise InputError(f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task{other}")
+                raise InputError(
+                    f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task{other}"
+                )
             self._review(again)
         self.learner.end_task()
         # Importances are squares and quotients of gradients: in half precision they soon overflow.
         if not all(bool(kept.isfinite().all()) for kept in self.learner.state().values()):
             what = f"what {self.method} keeps of this task is not finite"
-            raise InputError(f"{what}: scale the data, take smaller steps, or use a module in float32; the task has not ended")
+            raise InputError(
+                f"{what}: scale the data, take smaller steps, or use a module in float32; the task has not ended"
+            )
         self._watch.ended()
         self.segment, self.batches, self.task = self.segment + 1, 0, None
 
     def _review(self, again: Iterable[tuple[X, object]]) -> None:
         batches = []
-        with Opened(), refusing("the data to look at again cannot be read", "the task has not ended"):
+        with (
+            Opened(),
+            refusing("the data to look at again cannot be read", "the task has not ended"),
+        ):
             given = list(again) if isinstance(again, Iterable) else [again]
         for pair in given:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise InputError("the data to look at again must be batches (x, y): end_task(again=batches)")
+                raise InputError(
+                    "the data to look at again must be batches (x, y): end_task(again=batches)"
+                )
             batch, labels, _ = self._read(*pair)
             self._check_labels(labels, self.task)
             batches.append(batch)
         if not batches:
-            raise InputError(f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches")
-        with refusing("the module or the loss refused the data given again", "the task has not ended"):
+            raise InputError(
+                f"{self.method} was given no data to look at again: end_task(again=batches) needs the task's batches"
+            )
+        with refusing(
+            "the module or the loss refused the data given again", "the task has not ended"
+        ):
             self.learner.review(batches)
 
     def _grow(self, outputs: int) -> None:
         """Enlarge the head."""
-        head, before = check_growth(self.module, self.head, self.outputs, outputs, self.fleet.optimizer), self.fleet.theta.shape[1]
+        head, before = (
+            check_growth(self.module, self.head, self.outputs, outputs, self.fleet.optimizer),
+            self.fleet.theta.shape[1],
+        )
         carry, self.undo = grow(self.fleet, head, outputs)
         self.learner.resize(before, carry)
         self.outputs = outputs
@@ -337,10 +387,14 @@ class OnePass:
             if not self.classifies:
                 return scores
             allowed = self._tasks.get(task) if task is not None else None
-            chosen = torch.tensor(range(scores.shape[1]) if allowed is None else allowed, device=scores.device)
+            chosen = torch.tensor(
+                range(scores.shape[1]) if allowed is None else allowed, device=scores.device
+            )
             scores = scores[:, chosen]
             if bool(scores.isnan().all(1).any()):
-                raise InputError(f"{self.method} has no answer before the task has ended: call end_task() first")
+                raise InputError(
+                    f"{self.method} has no answer before the task has ended: call end_task() first"
+                )
             return chosen[scores.nan_to_num(nan=-torch.inf).argmax(-1)]
 
     def scores(self, x: X, task: Name | None = None) -> Tensor:
@@ -354,7 +408,11 @@ class OnePass:
             slot = self._tasks[task][0] if task is not None and self._tasks else 0
             batch = self._batch(tensors, torch.full((len(tensors[0]),), slot), None)
             with refusing("the module refused the batch", "give it what it takes"):
-                return self.learner.scores(batch)[0] if self.classifies else cast(Tensor, self.fleet.answer(batch))
+                return (
+                    self.learner.scores(batch)[0]
+                    if self.classifies
+                    else cast(Tensor, self.fleet.evaluate(batch))
+                )
 
     # ---- looking
 
@@ -401,7 +459,9 @@ class OnePass:
             save(self, read_path(path, "the path"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise InputError("a learner cannot be copied or pickled: save it, and load the file with a copy of the module")
+        raise InputError(
+            "a learner cannot be copied or pickled: save it, and load the file with a copy of the module"
+        )
 
     @staticmethod
     def load(path: str | Path, module: nn.Module, **settings: Any) -> OnePass:
@@ -423,29 +483,45 @@ class OnePass:
         with self._alone, Opened():
             self.fleet.intact()
             if self.examples is None:
-                raise InputError("there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known")
+                raise InputError(
+                    "there is nothing to export yet: observe a batch first, so that the shapes of the inputs are known"
+                )
             export(self.module, self._sample, self.examples.keywords, read_path(path, "the path"))
 
     # ---- reading
 
     def _classes_now(self) -> Sequence[int]:
         """The classes that the current task can have."""
-        return self._tasks[self.task] if self._tasks and self.task is not None else range(self.fleet.slots.count)
+        return (
+            self._tasks[self.task]
+            if self._tasks and self.task is not None
+            else range(self.fleet.slots.count)
+        )
 
     def _inputs(self, batch: Batch) -> list[Tensor]:
-        return [batch.x[0], *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT))]
+        return [
+            batch.x[0],
+            *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT)),
+        ]
 
     def _batch(self, tensors: list[Tensor], slots: Tensor, target: Tensor | None) -> Batch:
         device = self.fleet.device
-        extra = {f"{INPUT}{i:03d}": tensor.to(device)[None] for i, tensor in enumerate(tensors[1:], start=1)}
+        extra = {
+            f"{INPUT}{i:03d}": tensor.to(device)[None]
+            for i, tensor in enumerate(tensors[1:], start=1)
+        }
         if target is not None:
             extra[TARGET] = target.to(device)[None]
-        return Batch(tensors[0].to(device)[None], slots.to(device)[None], extra=extra, task=self.segment)
+        return Batch(
+            tensors[0].to(device)[None], slots.to(device)[None], extra=extra, task=self.segment
+        )
 
     def _read(self, x: X, y: object) -> tuple[Batch, list[int], Examples]:
         tensors, keywords = read_inputs(x, self.examples)
         if self.learner.one_input and len(tensors) > 1:
-            raise InputError(f"{self.method} keeps examples of one input, and x has {len(tensors)}: join them into one tensor")
+            raise InputError(
+                f"{self.method} keeps examples of one input, and x has {len(tensors)}: join them into one tensor"
+            )
         count = len(tensors[0])
         if self.classifies:
             (labels, slots), target = read_labels(y, count), None
@@ -453,7 +529,11 @@ class OnePass:
             labels, target = [0] * count, read_target(y, count, self.examples)
             slots = torch.zeros(count, dtype=torch.int64)
         self.fleet.keywords = keywords
-        kind = Examples(tuple(kind_of(t) for t in tensors), keywords, kind_of(slots if target is None else target))
+        kind = Examples(
+            tuple(kind_of(t) for t in tensors),
+            keywords,
+            kind_of(slots if target is None else target),
+        )
         return self._batch(tensors, slots, target), labels, kind
 
     def _check_labels(self, labels: list[int], task: Name | None) -> None:

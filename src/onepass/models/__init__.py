@@ -35,7 +35,9 @@ class Network:
     def check(self, image: tuple[int, int, int] | None) -> None:
         """Raise unless it can be built for examples that are such images, or none."""
         if self.convolutional and image is None:
-            raise InputError(f"{self.kind} needs a stream of images, such as split-cifar: choose network=mlp for this one")
+            raise InputError(
+                f"{self.kind} needs a stream of images, such as split-cifar: choose network=mlp for this one"
+            )
 
     def build(self, inputs: int, image: tuple[int, int, int] | None, outputs: int) -> nn.Module:
         """The network for examples of so many numbers, which are an image of this height, width and channels, or none."""
@@ -43,4 +45,11 @@ class Network:
             return mlp(inputs, self.hidden, outputs, self.initialisation)
         self.check(image)
         assert image is not None
-        return ResNet(WIDTHS[self.kind], outputs, channels=image[2], stem=self.stem, batch_norm=self.batch_norm, initialisation=self.initialisation)
+        return ResNet(
+            WIDTHS[self.kind],
+            outputs,
+            channels=image[2],
+            stem=self.stem,
+            batch_norm=self.batch_norm,
+            initialisation=self.initialisation,
+        )

@@ -47,4 +47,6 @@ def truncated_normal_(values: Tensor, deviation: float) -> None:
     """
     within = math.erf(math.sqrt(2))
     with torch.no_grad():
-        values.uniform_(-within, within).erfinv_().mul_(math.sqrt(2) * deviation).clamp_(-2 * deviation, 2 * deviation)
+        values.uniform_(-within, within).erfinv_().mul_(math.sqrt(2) * deviation).clamp_(
+            -2 * deviation, 2 * deviation
+        )

@@ -10,7 +10,9 @@ from torch import nn
 from onepass.models.initial import Initialisation, initialise
 
 
-def mlp(inputs: int, hidden: Sequence[int], outputs: int, initialisation: Initialisation = "normal") -> nn.Sequential:
+def mlp(
+    inputs: int, hidden: Sequence[int], outputs: int, initialisation: Initialisation = "normal"
+) -> nn.Sequential:
     """`inputs – hidden – … – outputs` with ReLU. The paper's network for MNIST is `mlp(784, [256, 256], 10)`.
 
     >>> sum(p.numel() for p in mlp(784, [256, 256], 10).parameters())

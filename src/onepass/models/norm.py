@@ -23,7 +23,9 @@ class BatchNorm(nn.BatchNorm2d):
     def __init__(self, features: int, constants: Constants = "torch") -> None:
         super().__init__(features, eps=1e-5 if constants == "torch" else 1e-3, momentum=SHARE)
         self.constants: Constants = constants
-        self.num_batches_tracked = None  # nobody asks for it, and to count takes a GPU as long as to normalise
+        self.num_batches_tracked = (
+            None  # nobody asks for it, and to count takes a GPU as long as to normalise
+        )
         if constants == "authors":
             self.running_var.zero_()  # type: ignore[union-attr]
 
@@ -33,12 +35,26 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.constants == "torch":
-            return functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, SHARE, self.eps)
+            return functional.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training,
+                SHARE,
+                self.eps,
+            )
         # Whatever torch chooses for a device hands out what it has computed, 1 / √(v + ε) with the biased variance.
-        out, mean, inverse, *_ = torch._batch_norm_impl_index(x, self.weight, self.bias, None, None, True, SHARE, self.eps, True)
+        out, mean, inverse, *_ = torch._batch_norm_impl_index(
+            x, self.weight, self.bias, None, None, True, SHARE, self.eps, True
+        )
         assert self.running_mean is not None
         assert self.running_var is not None
-        for running, found in ((self.running_mean, mean.detach()), (self.running_var, inverse.detach().pow(-2).sub(self.eps))):
+        for running, found in (
+            (self.running_mean, mean.detach()),
+            (self.running_var, inverse.detach().pow(-2).sub(self.eps)),
+        ):
             running.copy_(torch.lerp(running, found, SHARE))
         result: Tensor = out
         return result

@@ -18,15 +18,25 @@ class Progressive(nn.Module):
     get theirs from the network that had one column less.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], columns: int, input_laterals: bool = False, lateral_biases: bool = False) -> None:
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        columns: int,
+        input_laterals: bool = False,
+        lateral_biases: bool = False,
+    ) -> None:
         super().__init__()
         self.shown = columns - 1  # the column that answers
         made = []
         for k in range(columns - 1):
             with torch.device("meta"):
                 frozen = _Column(stages(build()), k, input_laterals, lateral_biases)
-            made.append(frozen.to_empty(device=torch.get_default_device()).requires_grad_(False).eval())
-        self.columns = nn.ModuleList([*made, _Column(stages(build()), columns - 1, input_laterals, lateral_biases)])
+            made.append(
+                frozen.to_empty(device=torch.get_default_device()).requires_grad_(False).eval()
+            )
+        self.columns = nn.ModuleList(
+            [*made, _Column(stages(build()), columns - 1, input_laterals, lateral_biases)]
+        )
 
     def train(self, mode: bool = True) -> Progressive:
         """Frozen columns stay as in evaluation, batch-norm and all."""
@@ -36,17 +46,23 @@ class Progressive(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        columns = [column for column in self.columns if isinstance(column, _Column)][: self.shown + 1]
+        columns = [column for column in self.columns if isinstance(column, _Column)][
+            : self.shown + 1
+        ]
         levels = [x] * len(columns)  # the inputs of a stage in each column
         for s, then in enumerate(columns[-1].then):
             left, width = torch.cat(levels[:-1], 1) if len(columns) > 1 else x, levels[0].shape[1]
-            wanted = range(len(columns)) if s + 1 < len(columns[-1].then) else [len(columns) - 1]  # only one head answers
+            wanted = (
+                range(len(columns)) if s + 1 < len(columns[-1].then) else [len(columns) - 1]
+            )  # only one head answers
             levels = [then(columns[k].at(s, levels[k], left[:, : k * width])) for k in wanted]
         return levels[0]
 
 
 class _Column(nn.Module):
-    def __init__(self, made: list[Stage], number: int, input_laterals: bool, lateral_biases: bool) -> None:
+    def __init__(
+        self, made: list[Stage], number: int, input_laterals: bool, lateral_biases: bool
+    ) -> None:
         super().__init__()
         self.bodies = nn.ModuleList(stage.body for stage in made)
         self.then = [stage.then for stage in made]

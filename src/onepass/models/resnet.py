@@ -20,7 +20,9 @@ Stem = Literal["3x3", "7x7", "7x7-pool"]
 class BasicBlock(nn.Module):
     """Two 3×3 convolutions with batch-norm and a shortcut; the ReLU behind their sum is left to the caller where `last` says so."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, last: bool, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, last: bool, norm: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.bn1 = norm(outputs)
@@ -28,7 +30,9 @@ class BasicBlock(nn.Module):
         self.bn2 = norm(outputs)
         self.downsample: nn.Module | None = None
         if stride > 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs)
+            )
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,14 +64,23 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         norm = partial(BatchNorm, constants=batch_norm)
-        self.conv1 = nn.Conv2d(channels, width, 3, 1, 1, bias=False) if stem == "3x3" else nn.Conv2d(channels, width, 7, 2, 3, bias=False)
+        self.conv1 = (
+            nn.Conv2d(channels, width, 3, 1, 1, bias=False)
+            if stem == "3x3"
+            else nn.Conv2d(channels, width, 7, 2, 3, bias=False)
+        )
         self.bn1 = norm(width)
         self._pools = stem == "7x7-pool"
         self._names: list[str] = []
         inputs = width
         for level, count in enumerate(blocks):
             size, stride = width * 2**level, 1 if level == 0 else 2
-            layer = [BasicBlock(inputs if b == 0 else size, size, stride if b == 0 else 1, b == count - 1, norm) for b in range(count)]
+            layer = [
+                BasicBlock(
+                    inputs if b == 0 else size, size, stride if b == 0 else 1, b == count - 1, norm
+                )
+                for b in range(count)
+            ]
             self._names.append(f"layer{level + 1}")
             self.add_module(self._names[-1], nn.Sequential(*layer))
             inputs = size
@@ -87,7 +100,13 @@ class ResNet(nn.Module):
 
         They are initialised as linear layers are, from a normal distribution, as in the A-GEM authors' code.
         """
-        made = [Stage(nn.Sequential(self.conv1, self.bn1), _stem_pooled if self._pools else torch.relu, partial(_lateral, self.conv1))]
+        made = [
+            Stage(
+                nn.Sequential(self.conv1, self.bn1),
+                _stem_pooled if self._pools else torch.relu,
+                partial(_lateral, self.conv1),
+            )
+        ]
         for name in self._names:
             layer = self.get_submodule(name)
             assert isinstance(layer, nn.Sequential)
@@ -99,7 +118,9 @@ class ResNet(nn.Module):
 
 
 def _lateral(like: nn.Conv2d, columns: int) -> nn.Module:
-    return initialise(nn.Conv2d(columns * like.in_channels, like.out_channels, 1, like.stride[0], bias=False))
+    return initialise(
+        nn.Conv2d(columns * like.in_channels, like.out_channels, 1, like.stride[0], bias=False)
+    )
 
 
 def _pooled(x: Tensor) -> Tensor:

@@ -29,16 +29,25 @@ def stages(module: nn.Module) -> list[Stage]:
         return found
     layers = list(module) if isinstance(module, nn.Sequential) else []
     linear = [layer for layer in layers[::2] if isinstance(layer, nn.Linear)]
-    if not linear or len(layers) != 2 * len(linear) - 1 or not all(isinstance(layer, nn.ReLU) for layer in layers[1::2]):
+    if (
+        not linear
+        or len(layers) != 2 * len(linear) - 1
+        or not all(isinstance(layer, nn.ReLU) for layer in layers[1::2])
+    ):
         raise InputError(
             "prog-nn needs a network that it can take apart: an MLP, a residual net, or a module with a method stages() (see onepass.models.stages)"
         )
-    return [Stage(layer, identity if layer is linear[-1] else nn.functional.relu, lateral_of(layer)) for layer in linear]
+    return [
+        Stage(layer, identity if layer is linear[-1] else nn.functional.relu, lateral_of(layer))
+        for layer in linear
+    ]
 
 
 def lateral_of(layer: nn.Linear) -> Callable[[int], nn.Module]:
     """Lateral connections into a linear layer: a matrix of its own for each column, initialised as the layers of the MLP are."""
-    return lambda columns: initialise(nn.Linear(columns * layer.in_features, layer.out_features, bias=False))
+    return lambda columns: initialise(
+        nn.Linear(columns * layer.in_features, layer.out_features, bias=False)
+    )
 
 
 def identity(x: Tensor) -> Tensor:

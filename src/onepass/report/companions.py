@@ -32,7 +32,15 @@ from onepass.studies.store import Store
 NUMBER = 4  # bytes of a float32
 NONE = "–"
 FAMILY = ("gem", "s-gem", "a-gem")
-METRICS = ("A_T", "F_T", "worst_forgetting", "memory_accuracy", "memory_worst_forgetting", "violations", "seconds")
+METRICS = (
+    "A_T",
+    "F_T",
+    "worst_forgetting",
+    "memory_accuracy",
+    "memory_worst_forgetting",
+    "violations",
+    "seconds",
+)
 
 STATE = (
     "state is what a run keeps between steps: the parameters of one network, the examples of its episodic memory (as bytes), and the rest:"
@@ -145,10 +153,16 @@ def sizes(recipe: Recipe) -> Sizes:
         with torch.device("meta"):
             network = recipe.setup().model().build(entry.inputs, entry.image, outputs)
     except RuntimeError as reason:
-        raise InputError(f"the network of this study cannot be built ({first_line(reason)}): hidden={recipe.hidden[:5]} is too large") from None
+        raise InputError(
+            f"the network of this study cannot be built ({first_line(reason)}): hidden={recipe.hidden[:5]} is too large"
+        ) from None
     parameters = sum(p.numel() for p in network.parameters())
     memory = recipe.memory_per_task
-    hidden = sum(recipe.hidden) if entry.image is None or recipe.network == "mlp" else _feature_maps(network, entry.image)
+    hidden = (
+        sum(recipe.hidden)
+        if entry.image is None or recipe.network == "mlp"
+        else _feature_maps(network, entry.image)
+    )
     return Sizes(parameters, recipe.batch_size, hidden, memory, tasks * memory, tasks, entry.inputs)
 
 
@@ -172,10 +186,15 @@ def formula(terms: Mapping[str, int], size: Sizes) -> Formula:
 
     def value(values: Mapping[str, int], activations: bool = True) -> int:
         chosen = {term: factor for term, factor in terms.items() if activations or "H" not in term}
-        return NUMBER * sum(factor * math.prod(values[letter] for letter in term.split("*")) for term, factor in chosen.items())
+        return NUMBER * sum(
+            factor * math.prod(values[letter] for letter in term.split("*"))
+            for term, factor in chosen.items()
+        )
 
     text = " + ".join(term if factor == 1 else f"{factor}*{term}" for term, factor in terms.items())
-    return Formula(text, value(letters, activations=False), value(letters), value(letters | {"M": size.M_all}))
+    return Formula(
+        text, value(letters, activations=False), value(letters), value(letters | {"M": size.M_all})
+    )
 
 
 def collect(folder: Path) -> Companions:
@@ -186,14 +205,28 @@ def collect(folder: Path) -> Companions:
         made: list[Companion] = []
         devices: set[str] = set()
         for name, result in results(recipe, store).items():
-            units = [unit.id for unit in evaluation(recipe, name, result.hyperparameters)] if result.records else []
+            units = (
+                [unit.id for unit in evaluation(recipe, name, result.hyperparameters)]
+                if result.records
+                else []
+            )
             units = [unit for unit in units if unit in store.contents.records]
             devices |= {store.contents.records[unit].provenance.device for unit in units}
-            made.append(_companion(recipe, result, [store.trained_together(unit) for unit in units], size, compare=not changes))
+            made.append(
+                _companion(
+                    recipe,
+                    result,
+                    [store.trained_together(unit) for unit in units],
+                    size,
+                    compare=not changes,
+                )
+            )
     return Companions(recipe.name, recipe.seeds, changes, sorted(devices), size, made)
 
 
-def _companion(recipe: Recipe, result: Result, shared: list[int], size: Sizes, compare: bool) -> Companion:
+def _companion(
+    recipe: Recipe, result: Result, shared: list[int], size: Sizes, compare: bool
+) -> Companion:
     """`shared` has the number of runs of its fleet for each of the records."""
     paper, trouble = _published(recipe, result.method, size), _trouble(result)
     records = [] if trouble else result.records
@@ -206,10 +239,18 @@ def _companion(recipe: Recipe, result: Result, shared: list[int], size: Sizes, c
         runs=len(result.records),
         ours=found,
         violations_by_task=[float(mean) for mean in np.mean(counted, axis=0)] if counted else None,
-        counts_violations=any(record.violations is not None for record in [*result.records, *result.cross_validation]),
+        counts_violations=any(
+            record.violations is not None for record in [*result.records, *result.cross_validation]
+        ),
         fleets=sorted(set(shared)),
-        fleet_seconds=float(np.mean([record.seconds * runs for record, runs in zip(records, shared, strict=True)])) if records else None,
-        faster=paper.seconds / seconds if compare and paper.seconds is not None and seconds else None,
+        fleet_seconds=float(
+            np.mean([record.seconds * runs for record, runs in zip(records, shared, strict=True)])
+        )
+        if records
+        else None,
+        faster=paper.seconds / seconds
+        if compare and paper.seconds is not None and seconds
+        else None,
         state=_state(result.method, records[0], size) if records else None,
         paper=paper,
     )
@@ -224,13 +265,21 @@ def _trouble(result: Result) -> str | None:
         return "diverged: every grid point"
     if result.records:
         return None
-    return f"failed: {len(result.failed)} units" if result.failed else f"to do: {result.missing} units"
+    return (
+        f"failed: {len(result.failed)} units" if result.failed else f"to do: {result.missing} units"
+    )
 
 
 def _state(name: str, record: Record, size: Sizes) -> State:
     parameters = NUMBER * size.P
     examples = size.M_all * size.example if method(name).learner.needs_memory else 0
-    return State(parameters, examples, record.state_bytes - parameters - examples, record.state_bytes, record.state_by_task)
+    return State(
+        parameters,
+        examples,
+        record.state_bytes - parameters - examples,
+        record.state_bytes,
+        record.state_by_task,
+    )
 
 
 def _published(recipe: Recipe, name: str, size: Sizes) -> Published:
@@ -247,7 +296,9 @@ def _published(recipe: Recipe, name: str, size: Sizes) -> Published:
 
 def document(found: Companions) -> dict[str, Any]:
     """The tables as data: fractions in [0, 1], a value a seed, null where there is no number."""
-    return asdict(found) | {"methods": {companion.method: asdict(companion) for companion in found.methods}}
+    return asdict(found) | {
+        "methods": {companion.method: asdict(companion) for companion in found.methods}
+    }
 
 
 # ---- printing
@@ -255,33 +306,63 @@ def document(found: Companions) -> dict[str, Any]:
 
 def view(found: Companions) -> Group:
     """The tables, and what is to be said about them."""
-    parts = [*_worst(found), Text(), *_family(found), Text(), *_violations(found), Text(), *_time(found), Text(), *_memory(found)]
+    parts = [
+        *_worst(found),
+        Text(),
+        *_family(found),
+        Text(),
+        *_violations(found),
+        Text(),
+        *_time(found),
+        Text(),
+        *_memory(found),
+    ]
     notes = [f"{c.method} {c.trouble}" for c in found.methods if c.trouble]
-    notes += [f"{c.method}: {c.runs} of {found.seeds} seeds" for c in found.methods if 0 < c.runs < found.seeds]
+    notes += [
+        f"{c.method}: {c.runs} of {found.seeds} seeds"
+        for c in found.methods
+        if 0 < c.runs < found.seeds
+    ]
     if found.changes:
         notes.append(f"with {', '.join(found.changes)}")
         if any(_is_there(companion.paper) for companion in found.methods):
-            notes.append("the paper's numbers are for the recipe as it stands, not for these changes")
+            notes.append(
+                "the paper's numbers are for the recipe as it stands, not for these changes"
+            )
     return Group(*parts, *([Text()] if notes else []), *map(Text, notes))
 
 
 def _is_there(paper: Published) -> bool:
-    return bool(paper.outcome or paper.metrics or paper.violations_by_task or paper.seconds or paper.state)
+    return bool(
+        paper.outcome or paper.metrics or paper.violations_by_task or paper.seconds or paper.state
+    )
 
 
 def _table(*headings: str) -> Table:
     made = Table(box=None, padding=(0, 0, 0, 1))
     for heading in headings:
-        made.add_column(heading, justify="left" if heading in ("method", "formula") else "right", no_wrap=True)
+        made.add_column(
+            heading, justify="left" if heading in ("method", "formula") else "right", no_wrap=True
+        )
     return made
 
 
 def _worst(found: Companions) -> list[Table | Text]:
-    shown = {"A_T": (100.0, 1), "worst_forgetting": (1.0, 2), "memory_accuracy": (100.0, 1), "memory_worst_forgetting": (1.0, 3)}
+    shown = {
+        "A_T": (100.0, 1),
+        "worst_forgetting": (1.0, 2),
+        "memory_accuracy": (100.0, 1),
+        "memory_worst_forgetting": (1.0, 3),
+    }
     made = _table("method", "A_T %", "worst F", "memory A_T %", "memory worst F")
     for companion in found.methods:
         _add_metrics(made, companion, shown)
-    return [Text(f"{found.recipe}: worst-case forgetting, on test sets and on the episodic memory{_over(found)}"), made]
+    return [
+        Text(
+            f"{found.recipe}: worst-case forgetting, on test sets and on the episodic memory{_over(found)}"
+        ),
+        made,
+    ]
 
 
 def _family(found: Companions) -> list[Table | Text]:
@@ -294,18 +375,32 @@ def _family(found: Companions) -> list[Table | Text]:
     return [Text(f"GEM, S-GEM and A-GEM{_over(found)} ± population standard deviation"), made]
 
 
-def _add_metrics(made: Table, companion: Companion, shown: Mapping[str, tuple[float, int]], spread: bool = False) -> None:
+def _add_metrics(
+    made: Table, companion: Companion, shown: Mapping[str, tuple[float, int]], spread: bool = False
+) -> None:
     """A row of our numbers, and one of the paper's; `shown` has scale and digits of each."""
     if companion.trouble:
         made.add_row(companion.method, _word(companion))
     else:
-        means = {name: [v for v in (companion.ours[name].mean, companion.ours[name].std) if v is not None] for name in shown}
-        made.add_row(companion.method, *(_number(means[name], *shown[name], spread) or NONE for name in shown))
+        means = {
+            name: [
+                v for v in (companion.ours[name].mean, companion.ours[name].std) if v is not None
+            ]
+            for name in shown
+        }
+        made.add_row(
+            companion.method,
+            *(_number(means[name], *shown[name], spread) or NONE for name in shown),
+        )
     paper = companion.paper
     if paper.outcome:
         made.add_row("  paper", paper.outcome, style="dim")
     elif any(name in paper.metrics for name in shown):
-        made.add_row("  paper", *(_number(paper.metrics.get(name, []), *shown[name], spread) for name in shown), style="dim")
+        made.add_row(
+            "  paper",
+            *(_number(paper.metrics.get(name, []), *shown[name], spread) for name in shown),
+            style="dim",
+        )
 
 
 def _violations(found: Companions) -> list[Table | Text]:
@@ -315,7 +410,14 @@ def _violations(found: Companions) -> list[Table | Text]:
     made = _table("method", *(str(task + 1) for task in range(found.sizes.T)), "total")
     for companion in mine:
         ours, paper = companion.violations_by_task, companion.paper.violations_by_task
-        made.add_row(companion.method, *([_word(companion)] if ours is None else (f"{count:.0f}" for count in [*ours, sum(ours)])))
+        made.add_row(
+            companion.method,
+            *(
+                [_word(companion)]
+                if ours is None
+                else (f"{count:.0f}" for count in [*ours, sum(ours)])
+            ),
+        )
         if paper is not None:
             made.add_row("  paper", *(str(count) for count in [*paper, sum(paper)]), style="dim")
     return [Text(f"violations: steps of each task that violated a constraint{_over(found)}"), made]
@@ -323,33 +425,60 @@ def _violations(found: Companions) -> list[Table | Text]:
 
 def _time(found: Companions) -> list[Table | Text]:
     published = any(companion.paper.seconds for companion in found.methods)
-    made = _table("method", "a run", "runs a fleet", "a fleet", *(("paper", "paper ÷ ours") if published else ()))
+    made = _table(
+        "method",
+        "a run",
+        "runs a fleet",
+        "a fleet",
+        *(("paper", "paper ÷ ours") if published else ()),
+    )
     for companion in found.methods:
-        seconds, paper, fleets = companion.ours["seconds"].mean, companion.paper.seconds, companion.fleets
+        seconds, paper, fleets = (
+            companion.ours["seconds"].mean,
+            companion.paper.seconds,
+            companion.fleets,
+        )
         ours = [_word(companion), "", ""]
         if seconds is not None and companion.fleet_seconds is not None:
             runs = str(fleets[0]) if len(fleets) == 1 else f"{fleets[0]}–{fleets[-1]}"
             ours = [_seconds(seconds), runs, _seconds(companion.fleet_seconds)]
-        theirs = ["" if paper is None else f"{paper:.0f}", "" if companion.faster is None else f"{companion.faster:.3g}"]
+        theirs = [
+            "" if paper is None else f"{paper:.0f}",
+            "" if companion.faster is None else f"{companion.faster:.3g}",
+        ]
         made.add_row(companion.method, *ours, *(theirs if published else ()))
     notes = [f"ours on {', '.join(found.devices)}"] if found.devices else []
     notes += ["those of the paper on a GPU of 2018"] if published else []
     if any(runs > 1 for companion in found.methods for runs in companion.fleets):
-        notes.append("runs of a fleet train side by side: the seconds of a run are its share of the fleet's")
+        notes.append(
+            "runs of a fleet train side by side: the seconds of a run are its share of the fleet's"
+        )
     return [Text(f"seconds of training, without evaluation{_over(found)}"), made, *map(Text, notes)]
 
 
 def _memory(found: Companions) -> list[Table | Text]:
     size, published = found.sizes, any(companion.paper.state for companion in found.methods)
-    headings = ("formula", "terms in P", f"all, M={size.M}", f"all, M={size.M_all}") if published else ()
+    headings = (
+        ("formula", "terms in P", f"all, M={size.M}", f"all, M={size.M_all}") if published else ()
+    )
     made = _table("method", "parameters", "examples", "rest", "state", "after task 1", *headings)
     for companion in found.methods:
         state, paper = companion.state, companion.paper.state
         ours = [_word(companion), "", "", "", ""]
         if state is not None:
             first = state.by_task[0] if state.by_task else 0
-            ours = [_bytes(count) for count in (state.parameters, state.examples, state.rest, state.total, first)]
-        theirs = [] if paper is None else [paper.text, *map(_bytes, (paper.terms_in_P, paper.all_terms, paper.all_terms_M_all))]
+            ours = [
+                _bytes(count)
+                for count in (state.parameters, state.examples, state.rest, state.total, first)
+            ]
+        theirs = (
+            []
+            if paper is None
+            else [
+                paper.text,
+                *map(_bytes, (paper.terms_in_P, paper.all_terms, paper.all_terms_M_all)),
+            ]
+        )
         made.add_row(companion.method, *ours, *theirs)
     letters = f"P = {size.P}, B = {size.B}, H = {size.H}, T = {size.T}; M = {size.M} a task, as the paper defines it, which is {size.M_all} in all"
     notes = [STATE, *([FORMULAS, letters] if published else [])]

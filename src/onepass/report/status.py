@@ -60,16 +60,24 @@ def show(folder: Path, console: Console) -> None:
         made.add_row(name, *parts, str(jobs[name] or ""), str(len(found.failed) or ""))
     console.print(f"{recipe['name']} in {folder}", soft_wrap=True)
     console.print(made)
-    done, total = (sum(sum(getattr(found, what).values()) for found in counts.values()) for what in ("done", "wanted"))
+    done, total = (
+        sum(sum(getattr(found, what).values()) for found in counts.values())
+        for what in ("done", "wanted")
+    )
     sentence = f"{done} of {total} units done, {sum(jobs.values())} running, {sum(len(found.failed) for found in counts.values())} failed"
     if busy:
         left = now.left if now else None
-        sentence += f"; {'time left: not known yet' if left is None else f'about {duration(left)} left'}"
+        sentence += (
+            f"; {'time left: not known yet' if left is None else f'about {duration(left)} left'}"
+        )
     elif done < total:
         sentence += f"; nobody is working on it: go on with 'onepass run --out {folder}'"
     console.print(sentence, soft_wrap=True)
     if len(revisions) > 1:
-        console.print(f"its results were made by {len(revisions)} versions of the source: {', '.join(sorted(revisions))}", soft_wrap=True)
+        console.print(
+            f"its results were made by {len(revisions)} versions of the source: {', '.join(sorted(revisions))}",
+            soft_wrap=True,
+        )
     for found in counts.values():
         for unit, entry in found.failed.items():
             last = (entry.traceback or "").strip().rpartition("\n")[2]
@@ -104,7 +112,9 @@ def count(store: Store, recipe: dict[str, Any], name: str, entries: Mapping[str,
             wanted["ev"] = 0
     mine = {unit: entry for unit, entry in runs.items() if entry.unit.hyperparameters == chosen}
     failed |= {unit: entry for unit, entry in mine.items() if entry.traceback is not None}
-    return Count(wanted, {"cv": len(done), "ev": sum(unit in contents.records for unit in mine)}, failed)
+    return Count(
+        wanted, {"cv": len(done), "ev": sum(unit in contents.records for unit in mine)}, failed
+    )
 
 
 def _progress(folder: Path) -> Progress | None:
@@ -113,7 +123,15 @@ def _progress(folder: Path) -> Progress | None:
         units = {str(unit): str(name) for unit, name in found["running"].items()}
         left = None if found["left"] is None else float(found["left"])
         return Progress(left if left is not None and math.isfinite(left) else None, units)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):  # only a view: without it less is known
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ):  # only a view: without it less is known
         return None
 
 
@@ -123,4 +141,10 @@ def duration(seconds: float) -> str:
     >>> duration(5), duration(200), duration(9000)
     ('5 s', '3 min', '2.5 h')
     """
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )

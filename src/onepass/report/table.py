@@ -39,7 +39,11 @@ def document(recipe: Recipe, results: Mapping[str, Result]) -> dict[str, Any]:
             "state_by_task": result.records[0].state_by_task if result.records else None,
             "paper": _paper(recipe, name),
         }
-    return {"recipe": recipe.name, "configuration": recipe.model_dump(exclude={"paper"}), "methods": methods}
+    return {
+        "recipe": recipe.name,
+        "configuration": recipe.model_dump(exclude={"paper"}),
+        "methods": methods,
+    }
 
 
 def _paper(recipe: Recipe, name: str) -> dict[str, Any]:
@@ -53,11 +57,23 @@ def lines(recipe: Recipe, results: Mapping[str, Result]) -> str:
     text = StringIO()
     writer = csv.writer(text)
     names = [f.name for f in fields(Metrics)]
-    writer.writerow(["recipe", "method", "seed", "hyperparameters", "diverged", *names, "state_bytes"])
+    writer.writerow(
+        ["recipe", "method", "seed", "hyperparameters", "diverged", *names, "state_bytes"]
+    )
     for name, result in results.items():
         for record in result.records:
             values = ["" if value is None else repr(value) for value in astuple(metrics(record))]
-            writer.writerow([recipe.name, name, record.seed, _chosen(record.hyperparameters), int(record.diverged), *values, record.state_bytes])
+            writer.writerow(
+                [
+                    recipe.name,
+                    name,
+                    record.seed,
+                    _chosen(record.hyperparameters),
+                    int(record.diverged),
+                    *values,
+                    record.state_bytes,
+                ]
+            )
     return text.getvalue()
 
 
@@ -78,10 +94,16 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
             what = f"{len(result.failed)} failed" if result.failed else f"{result.missing} to do"
             made.add_row(label, _chosen(result.hyperparameters) or "–", what)
         elif result.diverged:
-            made.add_row(label, "diverged: every grid point, add smaller learning rates or strengths")
+            made.add_row(
+                label, "diverged: every grid point, add smaller learning rates or strengths"
+            )
         elif any(record.diverged for record in result.records):
             lost = sum(record.diverged for record in result.records)
-            made.add_row(label, _chosen(result.hyperparameters), f"diverged ({lost} of {len(result.records)})")
+            made.add_row(
+                label,
+                _chosen(result.hyperparameters),
+                f"diverged ({lost} of {len(result.records)})",
+            )
         else:
             made.add_row(
                 label,
@@ -96,7 +118,9 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
             )
         published = recipe.paper.published.get(name)
         if isinstance(published, str):
-            made.add_row("  paper", _chosen(recipe.paper.selected.get(name, {})), published, style="dim")
+            made.add_row(
+                "  paper", _chosen(recipe.paper.selected.get(name, {})), published, style="dim"
+            )
         elif published:
             made.add_row(
                 "  paper",
@@ -112,7 +136,9 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
     notes = [f"with {', '.join(changes)}"] if changes else []
     notes += _remarks(recipe, results)
     if recipe.paper.published:
-        notes.append("* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)")
+        notes.append(
+            "* the paper's LCA is the trapezoidal one; ours is by the paper's formula (both are in the JSON)"
+        )
     if changes and recipe.paper.published:
         notes.append("the paper's numbers are for the recipe as it stands, not for these changes")
     made.caption = "\n".join(notes) or None
@@ -127,16 +153,25 @@ def _looks_again(recipe: Recipe, name: str) -> bool:
 def _remarks(recipe: Recipe, results: Mapping[str, Result]) -> list[str]:
     """What a reader of the numbers should know about the methods behind them."""
     notes = []
-    finished = {name: result for name, result in results.items() if result.finished and result.records}
+    finished = {
+        name: result for name, result in results.items() if result.finished and result.records
+    }
     if any(_looks_again(recipe, name) for name in results):
         notes.append(f"{AGAIN} looks at each task's data a second time, so it is not a single pass")
     for name, result in finished.items():
-        grown = next((record.state_by_task for record in result.records if not record.diverged), None)
+        grown = next(
+            (record.state_by_task for record in result.records if not record.diverged), None
+        )
         if grown and grown[-1] >= 2 * grown[0]:
-            notes.append(f"{name} grows: {_bytes(grown[0])} after its first task, {_bytes(grown[-1])} after its last")
+            notes.append(
+                f"{name} grows: {_bytes(grown[0])} after its first task, {_bytes(grown[-1])} after its last"
+            )
     better = better_than_agem(finished)
     if better:
-        notes.append("better than a-gem with the same examples kept: " + ", ".join(f"{name} (+{100 * by:.1f} points)" for name, by in better.items()))
+        notes.append(
+            "better than a-gem with the same examples kept: "
+            + ", ".join(f"{name} (+{100 * by:.1f} points)" for name, by in better.items())
+        )
     return notes
 
 
@@ -148,8 +183,15 @@ def better_than_agem(finished: Mapping[str, Result]) -> dict[str, float]:
     agem = [metrics(record).A_T for record in finished["a-gem"].records]
     for name, result in finished.items():
         mine = [metrics(record).A_T for record in result.records]
-        gain = summarise([None if a is None or b is None else a - b for a, b in zip(mine, agem, strict=False)])
-        if method(name).learner.needs_memory and gain.mean is not None and gain.interval is not None and gain.interval[0] > 0:
+        gain = summarise(
+            [None if a is None or b is None else a - b for a, b in zip(mine, agem, strict=False)]
+        )
+        if (
+            method(name).learner.needs_memory
+            and gain.mean is not None
+            and gain.interval is not None
+            and gain.interval[0] > 0
+        ):
             found[name] = gain.mean
     return found
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from onepass.devices import is_device
 from onepass.errors import InputError
+from onepass.special_files import is_device
 from onepass.studies.database import check_target
 
 

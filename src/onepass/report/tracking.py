@@ -23,7 +23,9 @@ def check_folder(folder: Path, study: Path | None = None) -> None:
     try:
         str(folder).encode()
     except UnicodeError:  # TensorBoard's own restriction
-        raise InputError(f"cannot write {folder} for TensorBoard (its name is not UTF-8): choose another folder") from None
+        raise InputError(
+            f"cannot write {folder} for TensorBoard (its name is not UTF-8): choose another folder"
+        ) from None
     check_target(folder / "events", study)
 
 
@@ -34,7 +36,9 @@ class Tracking:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise InputError("--tensorboard needs the package tensorboard: install onepass[track]") from None
+            raise InputError(
+                "--tensorboard needs the package tensorboard: install onepass[track]"
+            ) from None
         self._writer: Any = SummaryWriter
         check_folder(folder)
         self._folder, self._broken = folder, False
@@ -51,7 +55,9 @@ class Tracking:
             self._write(folder, record)
         except OSError as reason:  # a view is not worth a study
             self._broken = True
-            log.warning("nothing more is written to %s (%s)", self._folder, reason.strerror or reason)
+            log.warning(
+                "nothing more is written to %s (%s)", self._folder, reason.strerror or reason
+            )
 
     def _write(self, folder: Path, record: Record) -> None:
         partial = folder.with_name(TEMPORARY + folder.name)
@@ -62,7 +68,11 @@ class Tracking:
             for k in range(len(a)):
                 if np.isnan(a[k]).any():  # not reached: every run of the fleet had diverged
                     break
-                writer.add_scalar("average accuracy", average_accuracy(a, k + 1) if sequential else average_accuracy(a), k + 1)
+                writer.add_scalar(
+                    "average accuracy",
+                    average_accuracy(a, k + 1) if sequential else average_accuracy(a),
+                    k + 1,
+                )
                 if sequential and k:
                     writer.add_scalar("forgetting", forgetting(a, k + 1), k + 1)
                 if record.violations is not None:

@@ -22,10 +22,14 @@ def listing(folder: Path) -> Table:
             unit, state, accuracy = entry.unit, "planned", ""
             if identity in store.contents.records:
                 found = metrics(store.record(identity)).A_T
-                state, accuracy = ("diverged", "") if found is None else ("done", f"{100 * found:.1f}")
+                state, accuracy = (
+                    ("diverged", "") if found is None else ("done", f"{100 * found:.1f}")
+                )
             elif entry.traceback is not None:
                 state = "failed"
-            made.add_row(identity, unit.method, unit.part, str(unit.seed), _values(unit), state, accuracy)
+            made.add_row(
+                identity, unit.method, unit.part, str(unit.seed), _values(unit), state, accuracy
+            )
     return made
 
 
@@ -34,25 +38,45 @@ def page(folder: Path, name: str) -> str:
     with Store.read(folder) as store:
         matching = [identity for identity in store.contents.entries if identity.startswith(name)]
         if len(matching) != 1:
-            what = "is no unit of this study" if not matching else f"could be {len(matching)} units: write more of its name"
+            what = (
+                "is no unit of this study"
+                if not matching
+                else f"could be {len(matching)} units: write more of its name"
+            )
             raise InputError(f"'{name}' {what}; 'onepass show {folder}' lists them")
         entry = store.contents.entries[matching[0]]
-        lines = [f"unit {matching[0]}, row {entry.place} of fleet {entry.fleet}", "", "configuration"]
+        lines = [
+            f"unit {matching[0]}, row {entry.place} of fleet {entry.fleet}",
+            "",
+            "configuration",
+        ]
         lines += [f"  {key} = {value}" for key, value in sorted(entry.unit.configuration.items())]
         if entry.traceback is not None:
-            return "\n".join([*lines, "", "failed", *(f"  {line}" for line in entry.traceback.splitlines())])
+            return "\n".join(
+                [*lines, "", "failed", *(f"  {line}" for line in entry.traceback.splitlines())]
+            )
         if matching[0] not in store.contents.records:
             return "\n".join([*lines, "", "not finished"])
         stored, record = store.contents.records[matching[0]], store.record(matching[0])
     made = stored.provenance
     lines += ["", f"finished {stored.finished} on {made.device}, source {made.revision}"]
-    lines += [f"  {', '.join(f'{package} {version}' for package, version in made.versions.items())}"]
-    lines += ["", "metrics"] + [f"  {key} = {value:.6g}" for key, value in asdict(metrics(record)).items() if value is not None]
+    lines += [
+        f"  {', '.join(f'{package} {version}' for package, version in made.versions.items())}"
+    ]
+    lines += ["", "metrics"] + [
+        f"  {key} = {value:.6g}"
+        for key, value in asdict(metrics(record)).items()
+        if value is not None
+    ]
     lines += [f"  state_bytes = {record.state_bytes}", f"  diverged = {record.diverged}"]
     if record.violations is not None:
         lines += [f"  violations a task = {' '.join(map(str, record.violations))}"]
     rows = [" ".join(f"{100 * value:5.1f}" for value in row) for row in record.accuracy]
-    lines += ["", "accuracy in % on each task (columns) after each task (rows)", *(f"  {row}" for row in rows)]
+    lines += [
+        "",
+        "accuracy in % on each task (columns) after each task (rows)",
+        *(f"  {row}" for row in rows),
+    ]
     return "\n".join(lines)
 
 

@@ -39,7 +39,9 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        return self.judgement != "unfinished" and (self.judgement != "differs" or self.known is not None)
+        return self.judgement != "unfinished" and (
+            self.judgement != "differs" or self.known is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -87,44 +89,89 @@ def verdicts(folder: Path) -> Verification:
     known = {(entry.method, entry.metric): entry for entry in known_differences(recipe.name)}
     made: list[Verdict] = []
     for result in found.values():
-        for method, metric, ours, published, judgement in _judged(recipe, result, applies=not changes):
-            made.append(Verdict(method, metric, ours, published, judgement, known.get((method, metric)) if judgement == "differs" else None))
+        for method, metric, ours, published, judgement in _verified(
+            recipe, result, applies=not changes
+        ):
+            made.append(
+                Verdict(
+                    method,
+                    metric,
+                    ours,
+                    published,
+                    judgement,
+                    known.get((method, metric)) if judgement == "differs" else None,
+                )
+            )
     return Verification(made, changes)
 
 
-def _judged(recipe: Recipe, result: Result, applies: bool) -> list[tuple[str, str, str, str, Judgement]]:
+def _verified(
+    recipe: Recipe, result: Result, applies: bool
+) -> list[tuple[str, str, str, str, Judgement]]:
     name = result.method
     published = recipe.paper.published.get(name) if applies else None
     lost = _lost(result)
     if published is None:
         todo = f"{result.missing} to do" if result.missing else lost or ""
-        return [(name, "–", todo, "", "unfinished" if result.missing or result.failed else "not published")]
+        return [
+            (
+                name,
+                "–",
+                todo,
+                "",
+                "unfinished" if result.missing or result.failed else "not published",
+            )
+        ]
     if result.missing or (result.failed and lost != "out of memory"):
-        return [(name, "–", f"{result.missing} to do, {len(result.failed)} failed", "", "unfinished")]
+        return [
+            (name, "–", f"{result.missing} to do, {len(result.failed)} failed", "", "unfinished")
+        ]
     if isinstance(published, str) or lost:
         # A failure is a result: it is reproduced by the same failure, and numbers are never like a failure.
         was = published if isinstance(published, str) else "learnt"
-        return [(name, "outcome", lost or "learnt", was, "reproduced" if lost == was else "differs")]
+        return [
+            (name, "outcome", lost or "learnt", was, "reproduced" if lost == was else "differs")
+        ]
     rows: list[tuple[str, str, str, str, Judgement]] = []
     for metric, close in CLOSE.items():
         summary = summaries(result)[metric]
         values = [value for value in summary.values if value is not None]
         if metric not in published:
             if values:
-                rows.append((name, metric, _number([float(np.mean(values)), float(np.std(values))]), "", "not published"))
+                rows.append(
+                    (
+                        name,
+                        metric,
+                        _number([float(np.mean(values)), float(np.std(values))]),
+                        "",
+                        "not published",
+                    )
+                )
             continue
         if not values:
             rows.append((name, metric, "–", _number(published[metric]), "differs"))
             continue
         judgement = judge(values, published[metric], recipe.paper.runs, close)
-        rows.append((name, metric, _number([float(np.mean(values)), float(np.std(values))]), _number(published[metric]), judgement))
+        rows.append(
+            (
+                name,
+                metric,
+                _number([float(np.mean(values)), float(np.std(values))]),
+                _number(published[metric]),
+                judgement,
+            )
+        )
     return rows
 
 
 def _lost(result: Result) -> str | None:
     """How a method came to no result, if it did not."""
     if result.failed:
-        return "out of memory" if all("OutOfMemoryError" in text for text in result.failed.values()) else "failed"
+        return (
+            "out of memory"
+            if all("OutOfMemoryError" in text for text in result.failed.values())
+            else "failed"
+        )
     if result.diverged or any(record.diverged for record in result.records):
         return "diverged"
     return None
@@ -140,15 +187,36 @@ def view(found: Verification) -> Group:
     for heading in ("method", "metric", "ours", "published", "verdict"):
         made.add_column(heading, no_wrap=heading != "verdict")
     for verdict in found.verdicts:
-        known = f" (known: {verdict.known.explanation} Shown by {verdict.known.experiment})" if verdict.known else ""
-        made.add_row(verdict.method, verdict.metric, verdict.ours, verdict.published, verdict.judgement + known)
+        known = (
+            f" (known: {verdict.known.explanation} Shown by {verdict.known.experiment})"
+            if verdict.known
+            else ""
+        )
+        made.add_row(
+            verdict.method,
+            verdict.metric,
+            verdict.ours,
+            verdict.published,
+            verdict.judgement + known,
+        )
     notes = []
     if found.changes:
-        notes.append(f"nothing was compared: the paper's numbers are not for this study, which has {', '.join(found.changes)}")
-    elif not found.compared and any(verdict.judgement == "not published" for verdict in found.verdicts):
+        notes.append(
+            f"nothing was compared: the paper's numbers are not for this study, which has {', '.join(found.changes)}"
+        )
+    elif not found.compared and any(
+        verdict.judgement == "not published" for verdict in found.verdicts
+    ):
         notes.append("nothing was compared: the recipe has no published numbers for these methods")
-    for judgement, why in {"differs": "a difference that is not explained", "unfinished": "something that is not finished"}.items():
-        names = list(dict.fromkeys(v.method for v in found.verdicts if v.judgement == judgement and not v.accepted))
+    for judgement, why in {
+        "differs": "a difference that is not explained",
+        "unfinished": "something that is not finished",
+    }.items():
+        names = list(
+            dict.fromkeys(
+                v.method for v in found.verdicts if v.judgement == judgement and not v.accepted
+            )
+        )
         if names:
             notes.append(f"not accepted, because of {why}: {', '.join(names)}")
     return Group(made, *(Text(note) for note in notes))

@@ -26,10 +26,17 @@ class Watch:
     """Shows a study on a terminal, and to TensorBoard if asked for."""
 
     def __init__(self, screen: Console, tensorboard: Path | None, store: Store) -> None:
-        columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[pace]}")]
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[pace]}"),
+        ]
         self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
         self._task = self._progress.add_task("starting", total=None, pace="")
-        self._lately: deque[tuple[float, int]] = deque(maxlen=100)  # a time, and run-steps until then
+        self._lately: deque[tuple[float, int]] = deque(
+            maxlen=100
+        )  # a time, and run-steps until then
         self._said: tuple[str | None, float] = (None, 0.0)  # what holds the study up, and when said
         self._tracking = Tracking(tensorboard, store) if tensorboard is not None else None
         self._store = store
@@ -39,21 +46,33 @@ class Watch:
         self._progress.start()
         if self._store.contents.records or self._store.contents.entries:
             checkpoints = checkpoint.any_in(self._store.folder / "checkpoints")
-            self._say(f"going on: {len(self._store.contents.records)} units are done{', and there are checkpoints' if checkpoints else ''}")
+            self._say(
+                f"going on: {len(self._store.contents.records)} units are done{', and there are checkpoints' if checkpoints else ''}"
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._progress.stop()
 
     def running(self, jobs: list[Job]) -> None:
         names = list(dict.fromkeys(f"{WHAT[job.part]} {job.method}" for job in jobs))
-        self._progress.update(self._task, description=", ".join(names) or ("done" if self._done else "starting"))
+        self._progress.update(
+            self._task, description=", ".join(names) or ("done" if self._done else "starting")
+        )
 
     def steps(self, done: int, share: float, left: float | None) -> None:
         self._lately.append((time.monotonic(), done))
         (began, before), (now, _) = self._lately[0], self._lately[-1]
         speed = (done - before) / (now - began) if now > began else 0.0
-        pace = [*([f"{speed:,.0f} steps/s"] if speed > 0 else []), *([f"about {duration(left)} left"] if left is not None else [])]
+        pace = [
+            *([f"{speed:,.0f} steps/s"] if speed > 0 else []),
+            *([f"about {duration(left)} left"] if left is not None else []),
+        ]
         self._progress.update(self._task, completed=share, total=1.0, pace=", ".join(pace))
 
     def held_up(self, what: str | None) -> None:
@@ -69,18 +88,26 @@ class Watch:
             self._tracking.write(unit, record)
 
     def chose(self, method: str, hyperparameters: dict[str, float]) -> None:
-        self._say(f"{method}: chose {', '.join(f'{name} = {value:g}' for name, value in hyperparameters.items())}")
+        self._say(
+            f"{method}: chose {', '.join(f'{name} = {value:g}' for name, value in hyperparameters.items())}"
+        )
 
     def finished(self, result: Result) -> None:
         self._done.append(result.method)
-        self._say(f"{result.method}: {f'{len(result.failed)} units failed' if result.failed else 'finished'}")
+        self._say(
+            f"{result.method}: {f'{len(result.failed)} units failed' if result.failed else 'finished'}"
+        )
 
     def trouble(self, job: Job, what: str) -> None:
         self._say(f"{job.method}, {WHAT[job.part]}: {what}")
 
     def interrupted(self, out: Path | None) -> None:
         self._progress.stop()
-        kept = f"{len(self._store.contents.records)} units are kept in {out}: the same command goes on" if out else "without --out nothing is kept"
+        kept = (
+            f"{len(self._store.contents.records)} units are kept in {out}: the same command goes on"
+            if out
+            else "without --out nothing is kept"
+        )
         self._say(f"interrupted; {kept}")
 
     def _say(self, what: str) -> None:

@@ -22,12 +22,20 @@ class Entry:
     summary: str
     inputs: int  # numbers of an example, which is as many bytes
     outputs: int  # of a network for `D^EV`; both are known here since a study can be looked at where its data set is not
-    image: tuple[int, int, int] | None = None  # its height, width and channels, where an example is an image
+    image: tuple[int, int, int] | None = (
+        None  # its height, width and channels, where an example is an image
+    )
 
 
 STREAMS: dict[str, Entry] = {
     "permuted-digits": Entry(
-        digits.PermutedDigits, digits.Options, None, False, "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks", 64, 10
+        digits.PermutedDigits,
+        digits.Options,
+        None,
+        False,
+        "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks",
+        64,
+        10,
     ),
     "split-digits": Entry(
         digits.SplitDigits,
@@ -40,7 +48,13 @@ STREAMS: dict[str, Entry] = {
         (8, 8, 1),
     ),
     "permuted-mnist": Entry(
-        mnist.PermutedMnist, mnist.Options, "mnist", False, "MNIST, pixels permuted anew by each of 20 tasks: the paper's first", 784, 10
+        mnist.PermutedMnist,
+        mnist.Options,
+        "mnist",
+        False,
+        "MNIST, pixels permuted anew by each of 20 tasks: the paper's first",
+        784,
+        10,
     ),
     "split-cifar": Entry(
         cifar.SplitCifar,

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onepass.draws import Purpose, Source
 from onepass.errors import InputError
-from onepass.streams.slots import Slots
+from onepass.random_numbers import Purpose, RandomNumbers
 
 Part = Literal["cv", "ev"]  # D^CV, for choosing hyper-parameters, and D^EV, seen once
+Heads = tuple[tuple[int, ...], ...]  # for each task, the outputs of a network that are its classes
 TASKS: dict[Part, int] = {"cv": 3, "ev": 17}
 
 
@@ -75,8 +75,8 @@ class Stream(ABC):
         self.pool = pool
 
     @abstractmethod
-    def slots(self, part: Part) -> Slots:
-        """The outputs of a network for this part, and which of them compete."""
+    def heads(self, part: Part) -> Heads:
+        """The outputs of a network that each task of this part has."""
 
     @abstractmethod
     def tasks(self, part: Part, seed: int) -> list[Task]:
@@ -88,13 +88,27 @@ class Stream(ABC):
             self.tasks(part, seed)
 
 
+def shared_heads(tasks: int, classes: int) -> Heads:
+    """One head of `classes` outputs for all tasks."""
+    return (tuple(range(classes)),) * tasks
+
+
+def separate_heads(tasks: int, classes: int) -> Heads:
+    """A head of `classes` outputs for each task."""
+    return tuple(tuple(range(k * classes, (k + 1) * classes)) for k in range(tasks))
+
+
 def subset(index: Tensor, count: int | None, seed: int, step: int, what: str) -> Tensor:
     """`count` of the indices at random, in ascending order; all of them when `count` is None."""
     if count is None:
         return index
     if not 0 < count <= len(index):
-        raise InputError(f"{what}={count} is not possible: a task of this stream has between 1 and {len(index)} of them")
-    return index[Source([seed], Purpose.SUBSET).sample(step, [len(index)], count)[0].sort().values]
+        raise InputError(
+            f"{what}={count} is not possible: a task of this stream has between 1 and {len(index)} of them"
+        )
+    return index[
+        RandomNumbers([seed], Purpose.SUBSET).sample(step, [len(index)], count)[0].sort().values
+    ]
 
 
 class PermutedStream(Stream):
@@ -104,14 +118,24 @@ class PermutedStream(Stream):
     the tasks of `D^CV` are the first ones of `D^EV`, as in the A-GEM authors' code.
     """
 
-    def __init__(self, pool: Pool, train_examples: int | None, test_examples: int | None, leaking: bool = False) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        train_examples: int | None,
+        test_examples: int | None,
+        leaking: bool = False,
+    ) -> None:
         super().__init__(pool)
-        self.train_examples, self.test_examples, self.leaking = train_examples, test_examples, leaking
+        self.train_examples, self.test_examples, self.leaking = (
+            train_examples,
+            test_examples,
+            leaking,
+        )
         self.classes = int(pool.classes.max()) + 1
         self._train, self._test = torch.arange(len(pool.x)).tensor_split([pool.training])
 
-    def slots(self, part: Part) -> Slots:
-        return Slots.shared(TASKS[part], self.classes)
+    def heads(self, part: Part) -> Heads:
+        return shared_heads(TASKS[part], self.classes)
 
     def check(self, part: Part, seeds: Sequence[int]) -> None:
         super().check(part, seeds[:1])  # the tasks of all runs are of the same size
@@ -120,13 +144,19 @@ class PermutedStream(Stream):
         made = []
         for k in range(TASKS[part]):
             number = k if part == "cv" and not self.leaking else TASKS["cv"] + k
-            order = Source([seed], Purpose.PERMUTATION).permutation(number, [self.pool.x.shape[1]])[0]
+            order = RandomNumbers([seed], Purpose.PERMUTATION).permutation(
+                number, [self.pool.x.shape[1]]
+            )[0]
             if is_odd(order) != (number >= TASKS["cv"]):
                 order[:2] = order[:2].flip(0)
             made.append(
                 Task(
-                    train=subset(self._train, self.train_examples, seed, 2 * number, "train_examples"),
-                    test=subset(self._test, self.test_examples, seed, 2 * number + 1, "test_examples"),
+                    train=subset(
+                        self._train, self.train_examples, seed, 2 * number, "train_examples"
+                    ),
+                    test=subset(
+                        self._test, self.test_examples, seed, 2 * number + 1, "test_examples"
+                    ),
                     slot_of_class=torch.arange(self.classes),
                     permutation=order,
                     descriptor=torch.tensor(k),
@@ -155,39 +185,61 @@ def is_odd(permutation: Tensor) -> bool:
 class SplitStream(Stream):
     """Disjoint sets of classes, a head a task. The first classes are those of `D^CV`, the same for all seeds; seeds shuffle within a part."""
 
-    def __init__(self, pool: Pool, classes_per_task: int, train_examples: int | None, test_examples: int | None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        classes_per_task: int,
+        train_examples: int | None,
+        test_examples: int | None,
+    ) -> None:
         super().__init__(pool)
         self.classes_per_task = classes_per_task
         self.train_examples, self.test_examples = train_examples, test_examples
         self.classes = int(pool.classes.max()) + 1
 
-    def slots(self, part: Part) -> Slots:
-        return Slots.separate(TASKS[part], self.classes_per_task)
+    def heads(self, part: Part) -> Heads:
+        return separate_heads(TASKS[part], self.classes_per_task)
 
     def classes_of(self, part: Part) -> tuple[int, int]:
         """The first class of a part, and the one behind its last."""
         reserved = TASKS["cv"] * self.classes_per_task
-        return (0, reserved) if part == "cv" else (reserved, reserved + TASKS["ev"] * self.classes_per_task)
+        return (
+            (0, reserved)
+            if part == "cv"
+            else (reserved, reserved + TASKS["ev"] * self.classes_per_task)
+        )
 
     def order(self, part: Part, seed: int) -> Tensor:
         """The classes of a part as the tasks of a run take them."""
         first, end = self.classes_of(part)
-        return first + Source([seed], Purpose.CLASSES).permutation(int(part == "ev"), [end - first])[0]
+        return (
+            first
+            + RandomNumbers([seed], Purpose.CLASSES).permutation(int(part == "ev"), [end - first])[
+                0
+            ]
+        )
 
     def check(self, part: Part, seeds: Sequence[int]) -> None:
         super().check(part, seeds[:1])
         first, end = self.classes_of(part)
         training, tests = self.pool.classes.tensor_split([self.pool.training])
-        for what, count, classes in (("train_examples", self.train_examples, training), ("test_examples", self.test_examples, tests)):
+        for what, count, classes in (
+            ("train_examples", self.train_examples, training),
+            ("test_examples", self.test_examples, tests),
+        ):
             if count is None:
                 continue
             sizes = torch.bincount(classes, minlength=self.classes)
             # However a seed orders the classes, a task has at least the smallest ones.
             always = int(sizes[first:end].sort().values[: self.classes_per_task].sum())
             for seed in seeds if count > always else ():
-                fewest = int(sizes[self.order(part, seed)].view(-1, self.classes_per_task).sum(1).min())
+                fewest = int(
+                    sizes[self.order(part, seed)].view(-1, self.classes_per_task).sum(1).min()
+                )
                 if count > fewest:
-                    raise InputError(f"{what}={count} is not possible: a task of seed {seed} has only {fewest} of them; {always} fit every seed")
+                    raise InputError(
+                        f"{what}={count} is not possible: a task of seed {seed} has only {fewest} of them; {always} fit every seed"
+                    )
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         width, made = self.classes_per_task, []
@@ -195,7 +247,10 @@ class SplitStream(Stream):
             slot_of_class = torch.full((self.classes,), -1)
             slot_of_class[chosen] = torch.arange(k * width, (k + 1) * width)
             members = torch.isin(self.pool.classes, chosen).nonzero()[:, 0]
-            train, test = members[members < self.pool.training], members[members >= self.pool.training]
+            train, test = (
+                members[members < self.pool.training],
+                members[members >= self.pool.training],
+            )
             step = 4 * k + 2 * (part == "ev")
             made.append(
                 Task(

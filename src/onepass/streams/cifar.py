@@ -54,7 +54,11 @@ class Source:
         if self.is_archive:
             return [] if self.path.is_file() else [str(self.path)]
         parts = [self.path / f"{part}{SUFFIX.get(self.form, '')}" for part in EACH]
-        return [str(part) for part in parts if not (part.is_dir() if self.form == "images" else part.is_file())]
+        return [
+            str(part)
+            for part in parts
+            if not (part.is_dir() if self.form == "images" else part.is_file())
+        ]
 
 
 def find(folder: Path) -> Source | None:
@@ -67,7 +71,11 @@ def missing(folder: Path) -> list[str]:
     for source in _sources(folder):
         lacking = source.missing()
         # Other data sets have folders of the names train and test too.
-        others = source.form == "images" and len(_folders_in(source.path / "train") or _folders_in(source.path / "test")) != CLASSES
+        others = (
+            source.form == "images"
+            and len(_folders_in(source.path / "train") or _folders_in(source.path / "test"))
+            != CLASSES
+        )
         if len(lacking) == 1 and not source.is_archive and not others:
             return lacking
     return []
@@ -79,7 +87,9 @@ def _sources(folder: Path) -> Iterator[Source]:
     Images come last: they take longest, and other data sets have such folders.
     """
     for place in (folder / "cifar100", folder):
-        yield from (Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place))
+        yield from (
+            Source(inner, form) for form in SUFFIX for inner in (place / f"cifar-100-{form}", place)
+        )
         yield from (Source(place / f"cifar-100-{form}.tar.gz", form) for form in SUFFIX)
         yield Source(place, "images")
 
@@ -89,11 +99,18 @@ def read(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
     try:
         source = find(folder)
     except OSError as reason:
-        raise InputError(f"{folder} cannot be read ({reason.strerror or first_line(reason)}): name another folder") from None
+        raise InputError(
+            f"{folder} cannot be read ({reason.strerror or first_line(reason)}): name another folder"
+        ) from None
     if source is None:
-        raise InputError(f"there is no CIFAR-100 in {folder}: fetch it with 'onepass data get cifar100'")
+        raise InputError(
+            f"there is no CIFAR-100 in {folder}: fetch it with 'onepass data get cifar100'"
+        )
     training, tests = (CLASSES * each for each in EACH.values())
-    x, classes = np.empty((training + tests, PIXELS, 3), np.uint8), np.empty(training + tests, np.int64)
+    x, classes = (
+        np.empty((training + tests, PIXELS, 3), np.uint8),
+        np.empty(training + tests, np.int64),
+    )
     try:
         for part, (images, labels) in _parts(source):
             rows = slice(training) if part == "train" else slice(training, None)
@@ -101,7 +118,9 @@ def read(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
             for channel in range(3):  # seven times as fast as all at once, for planes of channels
                 x[rows, :, channel] = images[:, :, channel]
     except OSError as reason:
-        raise InputError(f"{reason.filename or source.path} cannot be read ({reason.strerror or first_line(reason)}): {ANEW}") from None
+        raise InputError(
+            f"{reason.filename or source.path} cannot be read ({reason.strerror or first_line(reason)}): {ANEW}"
+        ) from None
     return x.reshape(len(x), -1), classes, training
 
 
@@ -128,16 +147,22 @@ def _archived(source: Source) -> Iterator[tuple[str, str, bytes]]:
     with source.path.open("rb") as packed:
         size = os.fstat(packed.fileno()).st_size
         if size > most:
-            raise InputError(f"{source.path} has {size} bytes, and CIFAR-100 has at most {most} there: {ANEW}")
+            raise InputError(
+                f"{source.path} has {size} bytes, and CIFAR-100 has at most {most} there: {ANEW}"
+            )
         if file_digest(packed, "md5").hexdigest() != ARCHIVES[source.path.name]:
-            raise InputError(f"{source.path} is truncated or altered (its checksum is wrong): {ANEW}")
+            raise InputError(
+                f"{source.path} is truncated or altered (its checksum is wrong): {ANEW}"
+            )
     try:
         for name, content in archives.members(source.path, missing, most):
             part, where = missing.pop(name), f"{name} in {source.path}"
             _check_size(len(content), part, source.form, where)
             yield part, where, content
     except archives.DamagedError as reason:
-        raise InputError(f"{source.path} cannot be unpacked ({first_line(reason)}): {ANEW}") from None
+        raise InputError(
+            f"{source.path} cannot be unpacked ({first_line(reason)}): {ANEW}"
+        ) from None
     if missing:
         raise InputError(f"{source.path} lacks {' and '.join(missing)}: {ANEW}")
 
@@ -154,9 +179,13 @@ def _check_size(size: int, part: str, form: Form, where: str) -> None:
     """Raise before anything is read if a file is too large; a binary one has exactly one size."""
     count, record = CLASSES * EACH[part], 2 + 3 * PIXELS
     if form == "binary" and size != count * record:
-        raise InputError(f"{where} has {size} bytes, and CIFAR-100 has {count} records of {record} there: {ANEW}")
+        raise InputError(
+            f"{where} has {size} bytes, and CIFAR-100 has {count} records of {record} there: {ANEW}"
+        )
     if size > _most_bytes(part):
-        raise InputError(f"{where} has {size} bytes, and CIFAR-100 has at most {_most_bytes(part)} there: {ANEW}")
+        raise InputError(
+            f"{where} has {size} bytes, and CIFAR-100 has at most {_most_bytes(part)} there: {ANEW}"
+        )
 
 
 def _records(content: bytes, part: str, where: str) -> Images:
@@ -176,15 +205,23 @@ def _pickled(content: bytes, part: str, where: str) -> Images:
             raise ValueError("its data are not an array of bytes")
         if planes.ndim != 2 or planes.shape[1] != 3 * PIXELS:
             raise ValueError(f"its data have the shape {planes.shape}")
-        if not isinstance(labels, list | tuple) or set(map(type, labels)) != {int} or len(labels) != len(planes):
+        if (
+            not isinstance(labels, list | tuple)
+            or set(map(type, labels)) != {int}
+            or len(labels) != len(planes)
+        ):
             raise ValueError("its fine_labels are not a number for each image")
         numbers = np.array(labels)
         if numbers.dtype.kind != "i":
             raise ValueError("its fine_labels are not a number for each image")
     except pickles.ForeignNameError as asked:
-        raise InputError(f"{where} asks for {asked}, which is no part of CIFAR-100, and was not read further: {ANEW}") from None
+        raise InputError(
+            f"{where} asks for {asked}, which is no part of CIFAR-100, and was not read further: {ANEW}"
+        ) from None
     except ValueError as reason:
-        raise InputError(f"{where} is not a pickle of CIFAR-100 ({first_line(reason)}): {ANEW}") from None
+        raise InputError(
+            f"{where} is not a pickle of CIFAR-100 ({first_line(reason)}): {ANEW}"
+        ) from None
     return _of_planes(planes), _checked(numbers.astype(np.int64), part, where)
 
 
@@ -203,10 +240,14 @@ def _folders(place: Path) -> Iterator[tuple[str, Images]]:
     """A folder a class with its images, in `train` and in `test`: the order of their names is that of the classes."""
     names = {part: _class_folders(place / part) for part in EACH}
     if names["train"] != names["test"]:
-        raise InputError(f"{place}/train and {place}/test do not have the same folders: each class of CIFAR-100 needs one in both")
+        raise InputError(
+            f"{place}/train and {place}/test do not have the same folders: each class of CIFAR-100 needs one in both"
+        )
     for part in EACH:
         paths = [sorted((place / part / name).glob("*.png")) for name in names[part]]
-        labels = _checked(np.repeat(np.arange(len(paths)), [len(some) for some in paths]), part, str(place / part))
+        labels = _checked(
+            np.repeat(np.arange(len(paths)), [len(some) for some in paths]), part, str(place / part)
+        )
         images = np.empty((len(labels), PIXELS, 3), np.uint8)
         for image, path in zip(images, (path for some in paths for path in some), strict=True):
             image[:] = _image(path)
@@ -216,19 +257,35 @@ def _folders(place: Path) -> Iterator[tuple[str, Images]]:
 def _class_folders(place: Path) -> list[str]:
     names = _folders_in(place)
     if len(names) != CLASSES:
-        raise InputError(f"{place} has {len(names)} folders, and CIFAR-100 has {CLASSES} classes: make a folder of images for each")
-    return sorted(names, key=lambda name: (int(name), name)) if all(name.isdecimal() for name in names) else sorted(names)
+        raise InputError(
+            f"{place} has {len(names)} folders, and CIFAR-100 has {CLASSES} classes: make a folder of images for each"
+        )
+    return (
+        sorted(names, key=lambda name: (int(name), name))
+        if all(name.isdecimal() for name in names)
+        else sorted(names)
+    )
 
 
 def _folders_in(place: Path) -> list[str]:
-    return [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")] if place.is_dir() else []
+    return (
+        [
+            entry.name
+            for entry in place.iterdir()
+            if entry.is_dir() and not entry.name.startswith(".")
+        ]
+        if place.is_dir()
+        else []
+    )
 
 
 def _image(path: Path) -> NDArray[np.uint8]:
     try:
         from PIL import Image
     except ImportError:
-        raise InputError(f"{path} cannot be read without pillow: install it with 'pip install onepass[images]'") from None
+        raise InputError(
+            f"{path} cannot be read without pillow: install it with 'pip install onepass[images]'"
+        ) from None
     try:
         status = path.stat()
         if not S_ISREG(status.st_mode) or status.st_size > LARGEST_IMAGE:
@@ -242,22 +299,32 @@ def _image(path: Path) -> NDArray[np.uint8]:
                 raise ValueError("its palette lacks a colour")
             if image.mode in ("LA", "RGBA") and values[:, :, -1].min() < 255:
                 raise ValueError("it has transparent pixels")
-            return (values if image.mode == "RGB" else np.asarray(image.convert("RGB"))).reshape(PIXELS, 3)
+            return (values if image.mode == "RGB" else np.asarray(image.convert("RGB"))).reshape(
+                PIXELS, 3
+            )
     except Exception as reason:  # a damaged image fails in many ways
-        raise InputError(f"{path} is not an image of CIFAR-100 ({first_line(reason)}): replace it") from None
+        raise InputError(
+            f"{path} is not an image of CIFAR-100 ({first_line(reason)}): replace it"
+        ) from None
 
 
 def _checked(labels: NDArray[np.int64], part: str, where: str) -> NDArray[np.int64]:
     """The labels, if they are those of all classes, equally often."""
     if len(labels) != CLASSES * EACH[part]:
-        raise InputError(f"{where} has {len(labels)} images, and CIFAR-100 has {CLASSES * EACH[part]} there: {ANEW}")
+        raise InputError(
+            f"{where} has {len(labels)} images, and CIFAR-100 has {CLASSES * EACH[part]} there: {ANEW}"
+        )
     for label in (labels.min(), labels.max()):
         if not 0 <= label < CLASSES:
-            raise InputError(f"{where} has an image of class {label}, and CIFAR-100 has classes 0 to {CLASSES - 1}: {ANEW}")
+            raise InputError(
+                f"{where} has an image of class {label}, and CIFAR-100 has classes 0 to {CLASSES - 1}: {ANEW}"
+            )
     counts = np.bincount(labels, minlength=CLASSES)
     if (counts != EACH[part]).any():
         wrong = int((counts != EACH[part]).argmax())
-        raise InputError(f"{where} has {counts[wrong]} images of class {wrong}, and CIFAR-100 has {EACH[part]} of each there: {ANEW}")
+        raise InputError(
+            f"{where} has {counts[wrong]} images of class {wrong}, and CIFAR-100 has {EACH[part]} of each there: {ANEW}"
+        )
     return labels
 
 
@@ -298,11 +365,22 @@ class SplitCifar(SplitStream):
                 f"classes_per_task={options.classes_per_task} is not possible: 20 tasks have between 1 and 5 of CIFAR's 100 classes each"
             )
         if data is None:
-            raise InputError("CIFAR-100 is nowhere: fetch it with 'onepass data get cifar100', and name its folder")
+            raise InputError(
+                "CIFAR-100 is nowhere: fetch it with 'onepass data get cifar100', and name its folder"
+            )
         x, classes, training = read(Path(data))
         offset = torch.from_numpy(-mean(x[:training], options.mean))
-        pool = Pool(torch.from_numpy(x), torch.from_numpy(classes), training, scale=1 / 255, offset=offset, shape=(SIDE, SIDE, 3))
-        super().__init__(pool, options.classes_per_task, options.train_examples, options.test_examples)
+        pool = Pool(
+            torch.from_numpy(x),
+            torch.from_numpy(classes),
+            training,
+            scale=1 / 255,
+            offset=offset,
+            shape=(SIDE, SIDE, 3),
+        )
+        super().__init__(
+            pool, options.classes_per_task, options.train_examples, options.test_examples
+        )
         self.class_order = options.class_order
 
     def order(self, part: Part, seed: int) -> Tensor:

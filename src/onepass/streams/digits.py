@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onepass.draws import Purpose, Source
 from onepass.errors import InputError, first_line
+from onepass.random_numbers import Purpose, RandomNumbers
 from onepass.streams.base import PermutedStream, Pool, SplitStream
 
 TEST_IMAGES = 360
@@ -28,7 +28,7 @@ LARGEST = 2**20  # bytes of the table, which has a quarter of a million
 def _images() -> tuple[Tensor, Tensor]:
     """Images `[1797, 8, 8]` as bytes from 0 to 16, and digits; shuffled once, for everybody in the same way, test images last."""
     table = torch.from_numpy(read(_file()))
-    order = Source([0], Purpose.SPLIT).permutation(0, [len(table)])[0]
+    order = RandomNumbers([0], Purpose.SPLIT).permutation(0, [len(table)])[0]
     return table[order, :-1].view(-1, 8, 8), table[order, -1].long()
 
 
@@ -43,14 +43,20 @@ def read(path: Path) -> NDArray[np.uint8]:
         if table.shape != SHAPE or table[:, :-1].max() > 16 or table[:, -1].max() > 9:
             raise ValueError("its numbers are others")
     except (OSError, EOFError, ValueError, zlib.error) as reason:
-        raise InputError(f"{path} does not hold the digits of scikit-learn ({first_line(reason)}): install scikit-learn anew") from None
+        raise InputError(
+            f"{path} does not hold the digits of scikit-learn ({first_line(reason)}): install scikit-learn anew"
+        ) from None
     return table
 
 
 def _file() -> Path:
     # Read as a file, since importing scikit-learn takes a second, in every process.
     found = find_spec("sklearn")
-    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz" if found and found.submodule_search_locations else None
+    path = (
+        Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+        if found and found.submodule_search_locations
+        else None
+    )
     if path is None or not path.is_file():
         raise InputError("the digits of scikit-learn are not there: install scikit-learn")
     return path
@@ -87,5 +93,11 @@ class SplitDigits(SplitStream):
             turned = torch.cat([images[part].rot90(turns, dims=(1, 2)) for turns in range(4)])
             parts.append((turned, torch.cat([digits[part] + 10 * turns for turns in range(4)])))
         x = torch.cat([turned for turned, _ in parts]).flatten(1)
-        pool = Pool(x, torch.cat([classes for _, classes in parts]), 4 * training, scale=1 / 16, shape=(8, 8, 1))
+        pool = Pool(
+            x,
+            torch.cat([classes for _, classes in parts]),
+            4 * training,
+            scale=1 / 16,
+            shape=(8, 8, 1),
+        )
         super().__init__(pool, 2, options.train_examples, options.test_examples)

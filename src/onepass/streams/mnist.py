@@ -17,10 +17,22 @@ from onepass.streams.base import PermutedStream, Pool
 
 # The canonical files, by MD5: gzipped as published, and unpacked.
 FILES: dict[str, tuple[str, str]] = {
-    "train-images-idx3-ubyte": ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
-    "train-labels-idx1-ubyte": ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
-    "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
-    "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+    "train-images-idx3-ubyte": (
+        "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        "6bbc9ace898e44ae57da46a324031adb",
+    ),
+    "train-labels-idx1-ubyte": (
+        "d53e105ee54ea40749a09fcbcd1e9432",
+        "a25bea736e30d166cdddb491f175f624",
+    ),
+    "t10k-images-idx3-ubyte": (
+        "9fb629c4189551a2d022fa330f9573f3",
+        "2646ac647ad5339dbf082846283269ea",
+    ),
+    "t10k-labels-idx1-ubyte": (
+        "ec29112dd5afa0611ce80d1b7f02629c",
+        "27ae3e4e09519cfbb04c329615203637",
+    ),
 }
 LARGEST = 2**26  # bytes of a file, packed or unpacked: the largest has 47 million
 ANEW = "delete it and fetch it anew with 'onepass data get mnist'"
@@ -45,7 +57,15 @@ def missing(folder: Path) -> list[str]:
 
 def _found(folder: Path) -> list[dict[str, Path]]:
     places = (folder, folder / "mnist")
-    return [{name: path for name in FILES for path in (place / f"{name}.gz", place / name) if path.is_file()} for place in places]
+    return [
+        {
+            name: path
+            for name in FILES
+            for path in (place / f"{name}.gz", place / name)
+            if path.is_file()
+        }
+        for place in places
+    ]
 
 
 def read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -54,14 +74,18 @@ def read_idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         with path.open("rb") as file:
             raw = file.read(LARGEST + 1)
     except OSError as reason:
-        raise InputError(f"{path} cannot be read ({reason.strerror or first_line(reason)}): {ANEW}") from None
+        raise InputError(
+            f"{path} cannot be read ({reason.strerror or first_line(reason)}): {ANEW}"
+        ) from None
     packed, plain = FILES[path.name.removesuffix(".gz")]
     if len(raw) > LARGEST or md5(raw).hexdigest() != (packed if path.suffix == ".gz" else plain):
         raise InputError(f"{path} is truncated or altered (its checksum is wrong): {ANEW}")
     try:
         return _array(_unpacked(raw) if path.suffix == ".gz" else raw)
     except ValueError as reason:
-        raise InputError(f"{path} is not an idx file of MNIST ({first_line(reason)}): {ANEW}") from None
+        raise InputError(
+            f"{path} is not an idx file of MNIST ({first_line(reason)}): {ANEW}"
+        ) from None
 
 
 def _unpacked(raw: bytes) -> bytes:
@@ -82,7 +106,9 @@ def _array(content: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         raise ValueError("it does not begin like one")
     shape = struct.unpack(f">{dimensions}I", content[4:start])
     if math.prod(shape) != len(content) - start:
-        raise ValueError(f"it has {len(content) - start} bytes, and says {'×'.join(map(str, shape))}")
+        raise ValueError(
+            f"it has {len(content) - start} bytes, and says {'×'.join(map(str, shape))}"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -113,14 +139,20 @@ class PermutedMnist(PermutedStream):
         try:
             files = find(Path(data)) if data is not None else None
         except OSError as reason:
-            raise InputError(f"{data} cannot be read ({reason.strerror or first_line(reason)}): name another folder") from None
+            raise InputError(
+                f"{data} cannot be read ({reason.strerror or first_line(reason)}): name another folder"
+            ) from None
         if files is None:
             raise InputError(f"there is no MNIST in {data}: fetch it with 'onepass data get mnist'")
         if not 0 < options.train_images <= 60_000:
-            raise InputError(f"train_images={options.train_images} is not possible: MNIST has 60000 training images, the authors used 55000")
+            raise InputError(
+                f"train_images={options.train_images} is not possible: MNIST has 60000 training images, the authors used 55000"
+            )
         train_x, train_y, test_x, test_y = (read_idx(files[name]) for name in FILES)
         first = len(train_x) - options.train_images
         x = np.concatenate([train_x[first:], test_x]).reshape(-1, 28 * 28)
         classes = np.concatenate([train_y[first:], test_y]).astype(np.int64)
-        pool = Pool(torch.from_numpy(x), torch.from_numpy(classes), options.train_images, scale=1 / 255)
+        pool = Pool(
+            torch.from_numpy(x), torch.from_numpy(classes), options.train_images, scale=1 / 255
+        )
         super().__init__(pool, options.train_examples, options.test_examples, options.leaking)

@@ -72,16 +72,26 @@ def load(content: bytes, most: int) -> Any:
 def array_of_bytes(made: Any) -> NDArray[np.uint8] | None:
     """The array that a value of a pickle describes; None if that is not an array of bytes."""
     match made:
-        case Named(name="_reconstruct", state=(_, shape, Named(name="dtype", arguments=("u1" | b"u1", *_)), columns_first, raw)):
+        case Named(
+            name="_reconstruct",
+            state=(_, shape, Named(name="dtype", arguments=("u1" | b"u1", *_)), columns_first, raw),
+        ):
             order: Literal["C", "F"] = "F" if columns_first is True or columns_first == 1 else "C"
-        case Named(name="_frombuffer", arguments=(raw, Named(name="dtype", arguments=("u1", *_)), shape, "C" | "F" as order)):
+        case Named(
+            name="_frombuffer",
+            arguments=(raw, Named(name="dtype", arguments=("u1", *_)), shape, "C" | "F" as order),
+        ):
             pass
         case _:
             return None
     match raw:
         case Named(name="encode", arguments=(str() | Text() as text, "latin1")):
             raw = text.encode("latin1") if isinstance(text, str) else text.latin1()
-    if not isinstance(raw, bytes | bytearray | memoryview) or not isinstance(shape, tuple) or len(shape) > DIMENSIONS:
+    if (
+        not isinstance(raw, bytes | bytearray | memoryview)
+        or not isinstance(shape, tuple)
+        or len(shape) > DIMENSIONS
+    ):
         return None
     if not all(type(n) is int and 0 < n < LARGEST for n in shape) or math.prod(shape) != len(raw):
         return None
@@ -125,14 +135,18 @@ class _Reader:
             elif code == 0x8C:  # SHORT_BINUNICODE
                 end = at + 1 + content[at]
                 raw = content[at + 1 : end]
-                stack.append(raw.decode("ascii") if raw.isascii() else Text(self.view[at + 1 : end], "utf-8"))
+                stack.append(
+                    raw.decode("ascii") if raw.isascii() else Text(self.view[at + 1 : end], "utf-8")
+                )
                 at = end
             elif code == 0x2E:  # STOP
                 return stack.pop()
             elif code in OPERATIONS:
                 at = OPERATIONS[code](self, at)
             else:
-                raise ValueError(f"it has the operation {code:#04x} at byte {at - 1}, which CIFAR-100 has not")
+                raise ValueError(
+                    f"it has the operation {code:#04x} at byte {at - 1}, which CIFAR-100 has not"
+                )
         raise ValueError("it has more operations than CIFAR-100")
 
     # ---- what is written in the file: each of these returns the place behind it
@@ -162,7 +176,9 @@ class _Reader:
         return self._push_text(start, start + int(length), encoding)
 
     def line_of_text(self, at: int) -> int:
-        return self._push_text(at, self._end_of_line(at, len(self.content)), "raw-unicode-escape") + 1
+        return (
+            self._push_text(at, self._end_of_line(at, len(self.content)), "raw-unicode-escape") + 1
+        )
 
     def _push_text(self, at: int, end: int, encoding: str | None) -> int:
         if end - at > SHORT:
@@ -218,7 +234,9 @@ class _Reader:
 
     def make(self, kind: Callable[[list[Any]], Any], count: int | None = None) -> None:
         """A tuple, list or dictionary of the last `count` values, or of all above the last mark."""
-        taken = self.above_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
+        taken = (
+            self.above_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
+        )
         self.stack.append(kind(taken))
 
     def extend(self, taken: list[Any]) -> None:
@@ -240,15 +258,25 @@ class _Reader:
         return at
 
     def push_name(self, module: Any, name: Any) -> None:
-        asked = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "a name that is no text"
+        asked = (
+            f"{module}.{name}"
+            if isinstance(module, str) and isinstance(name, str)
+            else "a name that is no text"
+        )
         known = asked.replace("numpy._core.", "numpy.core.")
         if known not in NAMES:
-            raise ForeignNameError("".join(sign if sign.isprintable() else "?" for sign in asked[:LINE]))
+            raise ForeignNameError(
+                "".join(sign if sign.isprintable() else "?" for sign in asked[:LINE])
+            )
         self.stack.append(Named(known.rpartition(".")[2]))
 
     def call(self) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
-        if not isinstance(what, Named) or what.arguments is not None or not isinstance(arguments, tuple):
+        if (
+            not isinstance(what, Named)
+            or what.arguments is not None
+            or not isinstance(arguments, tuple)
+        ):
             raise ValueError("it calls what cannot be called")
         self.stack.append(Named(what.name, arguments))
 
@@ -260,7 +288,9 @@ class _Reader:
 
 
 def _dictionary(taken: list[Any]) -> dict[str | bytes, Any]:
-    if not all(isinstance(key, str | bytes) for key in taken[::2]):  # nested tuples may hash for hours
+    if not all(
+        isinstance(key, str | bytes) for key in taken[::2]
+    ):  # nested tuples may hash for hours
         raise ValueError("it has a dictionary with a key that is no text")
     return dict(zip(taken[::2], taken[1::2], strict=True))
 
@@ -317,10 +347,14 @@ OPERATIONS: dict[int, Operation] = {
     ord("d"): _without_argument(lambda reader: reader.make(_dictionary)),
     ord("a"): _without_argument(lambda reader: reader.extend([reader.stack.pop()])),
     ord("e"): _without_argument(lambda reader: reader.extend(reader.above_mark())),
-    ord("s"): _without_argument(lambda reader: reader.update([reader.stack.pop(-2), reader.stack.pop()])),
+    ord("s"): _without_argument(
+        lambda reader: reader.update([reader.stack.pop(-2), reader.stack.pop()])
+    ),
     ord("u"): _without_argument(lambda reader: reader.update(reader.above_mark())),
     ord("c"): _Reader.line_of_names,
-    0x93: _without_argument(lambda reader: reader.push_name(reader.stack.pop(-2), reader.stack.pop())),
+    0x93: _without_argument(
+        lambda reader: reader.push_name(reader.stack.pop(-2), reader.stack.pop())
+    ),
     ord("R"): _without_argument(_Reader.call),
     ord("b"): _without_argument(_Reader.build),
 }

@@ -14,7 +14,15 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 # The passes of an image: the first column and row, and the steps between them.
 WHOLE = ((0, 0, 1, 1),)
-ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+ADAM7 = (
+    (0, 0, 8, 8),
+    (4, 0, 8, 8),
+    (0, 4, 4, 8),
+    (2, 0, 4, 4),
+    (0, 2, 2, 4),
+    (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,9 @@ class Png:
         unpacking = zlib.decompressobj()
         found = len(unpacking.decompress(self.packed, self.unpacked + 1))
         if found != self.unpacked or not unpacking.eof:
-            raise ValueError(f"it has {'more' if found > self.unpacked else 'fewer'} rows than it says")
+            raise ValueError(
+                f"it has {'more' if found > self.unpacked else 'fewer'} rows than it says"
+            )
 
 
 def read(content: bytes, width: int, height: int) -> Png:
@@ -46,9 +56,15 @@ def read(content: bytes, width: int, height: int) -> Png:
         length = int.from_bytes(content[at : at + 4], "big")
         chunk = content[at : at + 12 + length]
         name, data = chunk[4:8], chunk[8:-4]
-        if len(chunk) != 12 + length or zlib.crc32(chunk[4:-4]) != int.from_bytes(chunk[-4:], "big"):
+        if len(chunk) != 12 + length or zlib.crc32(chunk[4:-4]) != int.from_bytes(
+            chunk[-4:], "big"
+        ):
             raise ValueError("it is truncated or damaged")
-        if (name == b"IHDR") != (last == b"") or (name == b"PLTE" and (colours or packed)) or (name == b"IDAT" and packed and last != b"IDAT"):
+        if (
+            (name == b"IHDR") != (last == b"")
+            or (name == b"PLTE" and (colours or packed))
+            or (name == b"IDAT" and packed and last != b"IDAT")
+        ):
             raise ValueError("its parts are out of order")
         if name == b"tRNS":
             raise ValueError("it has transparent pixels")
@@ -70,12 +86,21 @@ def _bytes_of_rows(header: bytes, width: int, height: int) -> int:
     """What the rows of an image unpack to."""
     if len(header) != 13:
         raise ValueError("it is truncated or damaged")
-    found_width, found_height, depth, colour, compression, filters, interlaced = struct.unpack(">IIBBBBB", header)
+    found_width, found_height, depth, colour, compression, filters, interlaced = struct.unpack(
+        ">IIBBBBB", header
+    )
     if (found_width, found_height) != (width, height):
         raise ValueError(f"it has {found_width}×{found_height} pixels, not {width}×{height}")
     if depth == 16:
         raise ValueError("it has 16 bits per channel, not 8")
     if colour not in CHANNELS or compression or filters or interlaced > 1:
         raise ValueError("its pixels are of an unknown type")
-    passes = [(-(-(width - x) // across), -(-(height - y) // down)) for x, y, across, down in (ADAM7 if interlaced else WHOLE)]
-    return sum(rows * (1 + -(-columns * depth * CHANNELS[colour] // 8)) for columns, rows in passes if columns)
+    passes = [
+        (-(-(width - x) // across), -(-(height - y) // down))
+        for x, y, across, down in (ADAM7 if interlaced else WHOLE)
+    ]
+    return sum(
+        rows * (1 + -(-columns * depth * CHANNELS[colour] // 8))
+        for columns, rows in passes
+        if columns
+    )

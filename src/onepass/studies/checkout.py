@@ -29,13 +29,22 @@ def revision(package: Path) -> str | None:
     """
     root = package.parents[1]
     try:
-        if package != root / "src" / "onepass" or tomllib.loads(_text(root / "pyproject.toml"))["project"]["name"] != "onepass":
+        if (
+            package != root / "src" / "onepass"
+            or tomllib.loads(_text(root / "pyproject.toml"))["project"]["name"] != "onepass"
+        ):
             return None
         own, shared = _git_folders(root / ".git")
         commit = _commit(own, shared)
         committed = _blobs(shared / "objects", commit)
-        present = {path.relative_to(root).as_posix(): path for path in package.rglob("*") if path.is_file() and path.suffix in WATCHED}
-        changed = present.keys() - committed.keys() or any(_blob(root / name) != blob for name, blob in committed.items())
+        present = {
+            path.relative_to(root).as_posix(): path
+            for path in package.rglob("*")
+            if path.is_file() and path.suffix in WATCHED
+        }
+        changed = present.keys() - committed.keys() or any(
+            _blob(root / name) != blob for name, blob in committed.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, subprocess.SubprocessError):
         return None  # there is no git, say
     return commit[:12] + ("+" if changed else "")
@@ -81,10 +90,23 @@ def _blobs(objects: Path, commit: str) -> dict[str, str]:
         for name in ("objects", "refs"):
             (Path(folder) / name).mkdir()
         (Path(folder) / "HEAD").write_text("ref: refs/heads/none\n")
-        settings = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_DIR": folder, "GIT_OBJECT_DIRECTORY": str(objects.resolve())}
+        settings = {
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_DIR": folder,
+            "GIT_OBJECT_DIRECTORY": str(objects.resolve()),
+        }
         clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         command = ["git", "ls-tree", "-r", "-z", "--full-tree", commit, "--", "src/onepass"]
-        listed = subprocess.run(command, cwd=folder, env=clean | settings, capture_output=True, text=True, check=True, timeout=10).stdout
+        listed = subprocess.run(
+            command,
+            cwd=folder,
+            env=clean | settings,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout
     entries = [entry.partition("\t") for entry in listed.split("\0") if entry]
     return {name: about.split()[2] for about, _, name in entries}
 

@@ -18,7 +18,16 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from onepass.files import TEMPORARY, canonical, digest, header_is_short, make_folder, read_plain, remove_if_abandoned, write_here
+from onepass.files import (
+    TEMPORARY,
+    canonical,
+    digest,
+    header_is_short,
+    make_folder,
+    read_plain,
+    remove_if_abandoned,
+    write_here,
+)
 from onepass.protocol import Snapshot
 from onepass.studies import schema
 from onepass.studies.database import FLEET
@@ -48,8 +57,15 @@ class Checkpoints:
     less than half a percent of the time.
     """
 
-    def __init__(self, folder: Path, identity: str, every: int | None = None, software: str = "") -> None:
-        self._folder, self._identity, self._every, self._software = folder, identity, every, software
+    def __init__(
+        self, folder: Path, identity: str, every: int | None = None, software: str = ""
+    ) -> None:
+        self._folder, self._identity, self._every, self._software = (
+            folder,
+            identity,
+            every,
+            software,
+        )
         self._wait, self._written = PATIENCE, time.monotonic()
         self._sound: list[Path] = []  # what was read or written here
 
@@ -67,13 +83,17 @@ class Checkpoints:
     def due(self, batches: int, since: int) -> bool:
         if self._every is not None:
             return batches == 0 or batches // self._every > since // self._every
-        return time.monotonic() - self._written >= (self._wait if batches == 0 else max(self._wait, LONG))
+        return time.monotonic() - self._written >= (
+            self._wait if batches == 0 else max(self._wait, LONG)
+        )
 
     def keep(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
         make_folder(self._folder)
         path = self._folder / f"{snapshot.phase:04d}-{snapshot.batches:08d}.json"
-        tensors = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in snapshot.tensors.items()})
+        tensors = safetensors.torch.save(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in snapshot.tensors.items()}
+        )
         about: dict[str, Any] = {
             "format": FORMAT,
             "fleet": self._identity,
@@ -99,7 +119,9 @@ class Checkpoints:
         _remove(self._folder)
 
     def _newest_first(self) -> list[Path]:
-        return sorted((path for path in _ours(self._folder) if path.suffix == ".json"), reverse=True)
+        return sorted(
+            (path for path in _ours(self._folder) if path.suffix == ".json"), reverse=True
+        )
 
     def _read(self, path: Path) -> Snapshot:
         try:
@@ -117,23 +139,41 @@ class Checkpoints:
         if about["fleet"] != self._identity:
             raise RefusedError("it belongs to another configuration")
         if about["software"] != self._software:
-            raise RefusedError(f"it was made with {about['software']}, and this is {self._software}")
+            raise RefusedError(
+                f"it was made with {about['software']}, and this is {self._software}"
+            )
         tensors = b""
         with suppress(OSError):
             tensors = read_plain(path.with_suffix(".safetensors"), memory("cpu") // 2)
         if digest(tensors) != about["tensors"]:
-            raise RefusedError(f"{path.with_suffix('.safetensors').name} is missing, truncated or altered")
+            raise RefusedError(
+                f"{path.with_suffix('.safetensors').name} is missing, truncated or altered"
+            )
         if not header_is_short(tensors):
             raise RefusedError("it has too many tensors")
         try:
-            return Snapshot(about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"])
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as reason:
+            return Snapshot(
+                about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"]
+            )
+        except (
+            SafetensorError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as reason:
             raise RefusedError(f"its tensors cannot be read ({reason})") from None
 
 
 def fleets(folder: Path) -> list[Path]:
     """The folders in which fleets of a study keep their checkpoints."""
-    return [path for path in folder.glob("*") if FLEET.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return [
+        path
+        for path in folder.glob("*")
+        if FLEET.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
 
 
 def any_in(folder: Path) -> bool:

@@ -46,7 +46,11 @@ class ForeignWorkerError(Exception):
 def fingerprint() -> Fingerprint:
     """What has to be the same on all machines of a study; of Python, without the patch version."""
     versions = dict(provenance("cpu").versions)
-    return {"onepass and torch": software(), **versions, "python": versions["python"].rpartition(".")[0]}
+    return {
+        "onepass and torch": software(),
+        **versions,
+        "python": versions["python"].rpartition(".")[0],
+    }
 
 
 def _question() -> Callable[[], Fingerprint | str]:
@@ -81,7 +85,11 @@ def difference(ours: Fingerprint, theirs: Mapping[str, object]) -> str | None:
     'numpy 1.26, not 2.0'
     """
     differing = [name for name in ours if theirs.get(name) != ours[name]]
-    return f"{differing[0]} {theirs.get(differing[0], 'unknown')}, not {ours[differing[0]]}" if differing else None
+    return (
+        f"{differing[0]} {theirs.get(differing[0], 'unknown')}, not {ours[differing[0]]}"
+        if differing
+        else None
+    )
 
 
 class Cluster:
@@ -94,18 +102,24 @@ class Cluster:
         try:
             from distributed import Client
         except ImportError:
-            raise InputError("a cluster needs the package distributed: install onepass[cluster]") from None
+            raise InputError(
+                "a cluster needs the package distributed: install onepass[cluster]"
+            ) from None
         _silence_dask()
         self._address, self._threads = scheduler, threads
         check_address(scheduler)
         try:
-            self._client = within(CONNECT, lambda: Client(scheduler, timeout=2 * CONNECT, set_as_default=False))
+            self._client = within(
+                CONNECT, lambda: Client(scheduler, timeout=2 * CONNECT, set_as_default=False)
+            )
             there = within(CONNECT, self._client.nthreads)
         except Exception as reason:  # whatever Dask makes of what answers, but is no scheduler
             abandon()  # Dask may go on asking
             foreign = "what answers there is another program, or another version of Dask"
             why = first_line(reason) if isinstance(reason, TimeoutError) else foreign
-            raise InputError(f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler") from None
+            raise InputError(
+                f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler"
+            ) from None
         self.slots = sys.maxsize  # workers come and go: the scheduler knows best
         self._futures: list[Any] = []
         self._same: set[str] = set()  # workers with the same software
@@ -124,7 +138,9 @@ class Cluster:
         done: Future[Trained] = Future()
         done.set_running_or_notify_cancel()
         key = f"onepass-{job.method}-{job.name}-{len(self._futures)}"
-        remote = self._client.submit(_work_on_cluster, job, self._threads, fingerprint(), key=key, pure=False)
+        remote = self._client.submit(
+            _work_on_cluster, job, self._threads, fingerprint(), key=key, pure=False
+        )
         self._futures.append(remote)
         remote.add_done_callback(lambda finished: self._pass_on(finished, done))
         return done
@@ -137,11 +153,17 @@ class Cluster:
         except KilledWorker as reason:
             done.set_exception(WorkerDiedError(first_line(reason)))
         except CancelledError:
-            done.set_exception(InputError(f"the Dask scheduler at {self._address} is gone: start it, and give the same command again"))
+            done.set_exception(
+                InputError(
+                    f"the Dask scheduler at {self._address} is gone: start it, and give the same command again"
+                )
+            )
         except ForeignWorkerError as reason:
             done.set_exception(InputError(self._sentence(*reason.args)))
         except Exception as reason:
-            with suppress(Exception):  # a worker that lacks one of our modules fails in its own words
+            with suppress(
+                Exception
+            ):  # a worker that lacks one of our modules fails in its own words
                 self._compare(within(CONNECT, self._client.nthreads))
             done.set_exception(InputError(self._refused) if self._refused is not None else reason)
         except BaseException as reason:
@@ -152,7 +174,9 @@ class Cluster:
         try:
             records, made, address, theirs = answer
         except (TypeError, ValueError):
-            raise InputError(f"a Dask worker at {self._address} has another version of onepass: install there what is installed here") from None
+            raise InputError(
+                f"a Dask worker at {self._address} has another version of onepass: install there what is installed here"
+            ) from None
         if difference(fingerprint(), theirs) is not None:
             raise ForeignWorkerError(address, theirs)
         return records, made
@@ -164,9 +188,13 @@ class Cluster:
         self._refuse()
         now, again = time.monotonic(), "and give the same command again"
         if now - self._answered > SILENT:
-            raise InputError(f"the Dask scheduler at {self._address} has not answered for {_time(SILENT)}: start it anew, {again}")
+            raise InputError(
+                f"the Dask scheduler at {self._address} has not answered for {_time(SILENT)}: start it anew, {again}"
+            )
         if now - self._peopled > DESERTED:
-            raise InputError(f"there has been no Dask worker at {self._address} for {_time(DESERTED)}: start one, {again}")
+            raise InputError(
+                f"there has been no Dask worker at {self._address} for {_time(DESERTED)}: start one, {again}"
+            )
         if now - self._answered > SOON:
             return f"the Dask scheduler at {self._address} does not answer; waiting for up to {_time(SILENT)}"
         if now - self._peopled > SOON:
@@ -196,7 +224,9 @@ class Cluster:
         if not new or not self._asking.acquire(blocking=False):
             return
         try:
-            answers = within(ASK, lambda: self._client.run(_question(), workers=new, on_error="return"))
+            answers = within(
+                ASK, lambda: self._client.run(_question(), workers=new, on_error="return")
+            )
         except Exception:  # one has gone, or is busy: it is asked again, and every fleet asks, too
             return
         finally:
@@ -208,7 +238,11 @@ class Cluster:
                 self._refused = self._sentence(address, theirs)
 
     def _sentence(self, address: str, theirs: Fingerprint | str) -> str:
-        has = f"cannot import ours ({theirs})" if isinstance(theirs, str) else f"has {difference(fingerprint(), theirs)}"
+        has = (
+            f"cannot import ours ({theirs})"
+            if isinstance(theirs, str)
+            else f"has {difference(fingerprint(), theirs)}"
+        )
         return f"the Dask worker at {address} has other software: it {has}; install there what is installed here, and start it anew"
 
     def _refuse(self) -> None:
@@ -233,22 +267,42 @@ def _time(seconds: float) -> str:
     >>> _time(300), _time(6 * 3600)
     ('5 minutes', '6 hours')
     """
-    return f"{seconds / 3600:g} hours" if seconds >= 7200 else f"{seconds / 60:g} minutes" if seconds >= 120 else f"{seconds:g} seconds"
+    return (
+        f"{seconds / 3600:g} hours"
+        if seconds >= 7200
+        else f"{seconds / 60:g} minutes"
+        if seconds >= 120
+        else f"{seconds:g} seconds"
+    )
 
 
 def check_address(scheduler: str) -> None:
     """Something must listen there; Dask itself is wordy about it."""
-    found = re.fullmatch(r"tcp://(?:\[(?P<six>[^]]+)\]|(?P<four>[^:/]+)):(?P<port>\d{1,5})", scheduler)
+    found = re.fullmatch(
+        r"tcp://(?:\[(?P<six>[^]]+)\]|(?P<four>[^:/]+)):(?P<port>\d{1,5})", scheduler
+    )
     if found is None:
-        raise InputError(f"'{scheduler}' is not the address of a Dask scheduler: write tcp://HOST:PORT")
+        raise InputError(
+            f"'{scheduler}' is not the address of a Dask scheduler: write tcp://HOST:PORT"
+        )
     try:
-        socket.create_connection((found["six"] or found["four"], int(found["port"])), timeout=10).close()
-    except (OSError, OverflowError, ValueError) as reason:  # the last one: a name with odd characters
+        socket.create_connection(
+            (found["six"] or found["four"], int(found["port"])), timeout=10
+        ).close()
+    except (
+        OSError,
+        OverflowError,
+        ValueError,
+    ) as reason:  # the last one: a name with odd characters
         why = getattr(reason, "strerror", None) or reason
-        raise InputError(f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler") from None
+        raise InputError(
+            f"no Dask scheduler answers at {scheduler} ({why}): start one, or leave out --scheduler"
+        ) from None
 
 
-def _work_on_cluster(job: Job, threads: int, expected: Fingerprint) -> tuple[list[Record], Provenance, str, Fingerprint]:
+def _work_on_cluster(
+    job: Job, threads: int, expected: Fingerprint
+) -> tuple[list[Record], Provenance, str, Fingerprint]:
     """Train a fleet if this worker has the driver's software, which is returned with the records."""
     from distributed import get_worker
 

@@ -30,7 +30,7 @@ from onepass.files import (
     resolved,
     temporary_name,
 )
-from onepass.studies.guard import Guard
+from onepass.studies.concurrent import Guard
 from onepass.studies.locking import LOCK, can_lock, held, running
 from onepass.studies.recovery import DamagedError, left, recovered
 
@@ -46,7 +46,18 @@ CREATION = 2.0  # seconds that a reader waits for a study that is just being cre
 TABLES = {
     "study": ("key", "value"),
     "units": ("id", "configuration", "fleet", "place", "traceback"),
-    "records": ("unit", "arrays", "violations", "seconds", "state_bytes", "diverged", "device", "versions", "revision", "finished"),
+    "records": (
+        "unit",
+        "arrays",
+        "violations",
+        "seconds",
+        "state_bytes",
+        "diverged",
+        "device",
+        "versions",
+        "revision",
+        "finished",
+    ),
 }
 
 JSON = {"study": ["value"], "units": ["configuration"], "records": ["violations", "versions"]}
@@ -206,19 +217,31 @@ def check_target(path: Path, study: Path | None = None) -> None:
     if study is not None and resolved(study).is_relative_to(found):
         raise InputError(f"{path} is the folder of the study, or above it: choose another place")
     for place in (found, *found.parents):
-        ours = place.name.startswith((FILE, TEMPORARY)) or place.name in (LOCK, PROGRESS, "arrays", "checkpoints")
-        if ours and (os.path.lexists(place.parent / FILE) or (study is not None and place.parent == resolved(study))):
+        ours = place.name.startswith((FILE, TEMPORARY)) or place.name in (
+            LOCK,
+            PROGRESS,
+            "arrays",
+            "checkpoints",
+        )
+        if ours and (
+            os.path.lexists(place.parent / FILE)
+            or (study is not None and place.parent == resolved(study))
+        ):
             raise InputError(f"{path} belongs to a study: choose another place")
     check_writable(path)
 
 
 def no_study(folder: Path) -> InputError:
-    return InputError(f"there is no study in {folder}: start one with 'onepass run RECIPE --out {folder}'")
+    return InputError(
+        f"there is no study in {folder}: start one with 'onepass run RECIPE --out {folder}'"
+    )
 
 
 def damaged(path: Path, why: str) -> StorageError:
     """The sentence for a file that is not what was written."""
-    return StorageError(f"{path} cannot be used ({' '.join(why.split())}): put back a copy of it, or choose another folder and run the study again")
+    return StorageError(
+        f"{path} cannot be used ({' '.join(why.split())}): put back a copy of it, or choose another folder and run the study again"
+    )
 
 
 @contextmanager
@@ -231,8 +254,20 @@ def refusing(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as reason:
         if "locked" not in str(reason):
             raise damaged(path, str(reason)) from None
-        raise InputError(f"another process holds {path} and does not let go of it: wait for it, or end it, and try again") from None
-    except (DamagedError, sqlite3.Error, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as reason:
+        raise InputError(
+            f"another process holds {path} and does not let go of it: wait for it, or end it, and try again"
+        ) from None
+    except (
+        DamagedError,
+        sqlite3.Error,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as reason:
         raise damaged(path, str(reason) or type(reason).__name__) from None
 
 
@@ -241,7 +276,9 @@ def _refuse_links(folder: Path) -> None:
     own = (folder / name for name in (FILE, LOCK, "arrays", "checkpoints"))
     for path in (*own, *_fleets(folder)):
         if os.path.islink(path):
-            raise InputError(f"{path} is a link, and a study is written to no other place: put there what it leads to, or choose another folder")
+            raise InputError(
+                f"{path} is a link, and a study is written to no other place: put there what it leads to, or choose another folder"
+            )
 
 
 def _fleets(folder: Path) -> list[Path]:
@@ -259,7 +296,10 @@ def _create(path: Path, folder: Path, create: Mapping[str, Any] | None) -> None:
     """Make the file of a study, whole before it has its name."""
     results = sum(bool(ARRAYS.fullmatch(file.name)) for file in (folder / "arrays").iterdir())
     if create is None or results:
-        raise DamagedError("it is empty" + (f", though arrays/ holds {results} files of results" if results else ""))
+        raise DamagedError(
+            "it is empty"
+            + (f", though arrays/ holds {results} files of results" if results else "")
+        )
     if left(path):  # SQLite would remove them, and a log may hold all of a study
         names = " and ".join(beside.name for beside in left(path))
         raise DamagedError(f"{names} beside it is not of a new study: move it away")
@@ -281,7 +321,9 @@ def _create(path: Path, folder: Path, create: Mapping[str, Any] | None) -> None:
         elif not path.stat().st_size:
             os.replace(temporary, path)
         else:
-            raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder")
+            raise InputError(
+                f"another process is working on the study in {folder}: wait for it, or choose another folder"
+            )
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -291,7 +333,9 @@ def _name(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except (FileExistsError, FileNotFoundError):  # it was quicker, on a machine that sees no locks
-        raise InputError(f"another process is working on the study in {path.parent}: wait for it, or choose another folder") from None
+        raise InputError(
+            f"another process is working on the study in {path.parent}: wait for it, or choose another folder"
+        ) from None
     except OSError:  # a file system without hard links
         os.rename(temporary, path)
 
@@ -341,13 +385,21 @@ def _check(connection: sqlite3.Connection) -> int:
     connection.execute("PRAGMA trusted_schema = OFF")
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    if version == 0 and application == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+    if (
+        version == 0
+        and application == 0
+        and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    ):
         return 0
     if application != APPLICATION:
         raise DamagedError("it is not a study of onepass")
     if version > VERSION:
-        raise InputError(f"this study was written by a newer onepass (version {version} of the store, this one knows {VERSION}): update onepass")
-    for name, made in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        raise InputError(
+            f"this study was written by a newer onepass (version {version} of the store, this one knows {VERSION}): update onepass"
+        )
+    for name, made in connection.execute(
+        "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+    ):
         if name not in TABLES or made != definition(name):  # a view could compute for ever
             raise DamagedError(f"its '{name}' is no table of a study")
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -367,7 +419,12 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
         connection.execute(f"PRAGMA user_version = {old + 1}")
 
 
-def put(connection: sqlite3.Connection, table: str, values: Sequence[Any], verb: str = "INSERT OR REPLACE") -> None:
+def put(
+    connection: sqlite3.Connection,
+    table: str,
+    values: Sequence[Any],
+    verb: str = "INSERT OR REPLACE",
+) -> None:
     """Write a row with its checksum."""
     marks = ", ".join("?" * (len(values) + 1))
     connection.execute(f"{verb} INTO {table} VALUES ({marks})", (*values, _checksum(table, values)))

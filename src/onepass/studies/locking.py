@@ -28,7 +28,9 @@ def held(folder: Path) -> Iterator[None]:
     new = not os.path.lexists(folder / LOCK)
     try:
         try:
-            handles.append(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
+            handles.append(
+                os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            )
             handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as reason:
             raise cannot_write(folder / LOCK, reason) from None
@@ -59,7 +61,9 @@ def _take(handle: int, folder: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > patience:
-                raise InputError(f"another process is working on the study in {folder}: wait for it, or choose another folder") from None
+                raise InputError(
+                    f"another process is working on the study in {folder}: wait for it, or choose another folder"
+                ) from None
             time.sleep(0.1)
 
 

@@ -22,7 +22,9 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
     """
     for other in others:
         if resolved(other) == resolved(into):
-            raise InputError(f"{other} cannot be merged into itself: name the studies to take from after the one that takes")
+            raise InputError(
+                f"{other} cannot be merged into itself: name the studies to take from after the one that takes"
+            )
     with ExitStack() as stack:
         sources = [stack.enter_context(Store.read(other)) for other in others]
         with ExitStack() as short:  # a reader must not be in the way of the writer
@@ -31,7 +33,9 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
             recipe = _united(stores)
             for pair in combinations(stores, 2):
                 _refuse_conflicts(*pair)
-            for store in stores:  # what is damaged, or does not go together, is refused before anything is made
+            for store in (
+                stores
+            ):  # what is damaged, or does not go together, is refused before anything is made
                 store.tasks = stores[0].tasks
                 for unit in store.contents.records:
                     store.record(unit)
@@ -45,7 +49,9 @@ def _united(stores: Sequence[Store]) -> Recipe:
         try:
             recipe = united(recipe, from_stored(store.contents.study["recipe"]))
         except InputError as reason:
-            raise InputError(f"{store.folder} is another study than {stores[0].folder} ({reason}): merge only studies of the same settings") from None
+            raise InputError(
+                f"{store.folder} is another study than {stores[0].folder} ({reason}): merge only studies of the same settings"
+            ) from None
     return recipe
 
 

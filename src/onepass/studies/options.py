@@ -37,7 +37,9 @@ def read_options(kind: type, values: dict[str, Any], strict: bool = True) -> Any
         if type(value) is int and value > 2**31:
             raise InputError(f"{key}={value} is not valid: it must be at most {2**31}")
         if type(value) is float and value != 0 and not SMALLEST <= value <= LARGEST:
-            raise InputError(f"{key}={value} is not valid: it must be 0, or between {SMALLEST:g} and {LARGEST:g}")
+            raise InputError(
+                f"{key}={value} is not valid: it must be 0, or between {SMALLEST:g} and {LARGEST:g}"
+            )
     return made
 
 
@@ -53,7 +55,14 @@ def with_types(stored: Mapping[str, Any]) -> dict[str, Any]:
 
     document = dict(stored)
     if isinstance(document.get("stream_options"), dict):
-        document["stream_options"] = typed(stream(document["stream"]).options, document["stream_options"])
-    if isinstance(document.get("options"), dict) and all(isinstance(values, dict) for values in document["options"].values()):
-        document["options"] = {name: typed(method(name).learner.options, values) for name, values in document["options"].items()}
+        document["stream_options"] = typed(
+            stream(document["stream"]).options, document["stream_options"]
+        )
+    if isinstance(document.get("options"), dict) and all(
+        isinstance(values, dict) for values in document["options"].values()
+    ):
+        document["options"] = {
+            name: typed(method(name).learner.options, values)
+            for name, values in document["options"].items()
+        }
     return document

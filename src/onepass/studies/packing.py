@@ -17,14 +17,20 @@ import torch
 from torch import nn
 
 from onepass.errors import InputError
+from onepass.feed import Feed
 from onepass.learners import method
 from onepass.protocol import Run, assemble, grid_points
 from onepass.streams.base import TASKS, Part, Stream
-from onepass.streams.feed import Feed
 from onepass.studies.recipe import Recipe
 
-MOST_ROWS = {"cpu": 64, "cuda": 256}  # beyond that a run-step gets no cheaper, and a failure costs more
-STEP, STATE = 15, 3  # a step costs as much as so many examples more, and each tensor of the method's state as so many again
+MOST_ROWS = {
+    "cpu": 64,
+    "cuda": 256,
+}  # beyond that a run-step gets no cheaper, and a failure costs more
+STEP, STATE = (
+    15,
+    3,
+)  # a step costs as much as so many examples more, and each tensor of the method's state as so many again
 SHARE = 0.5  # of the memory may be filled by plan; what is left is for the data and for what was not counted
 
 PARTS: tuple[Part, Part] = ("cv", "ev")
@@ -41,15 +47,25 @@ def deal(items: Sequence[Item], fleets: int) -> list[list[Item]]:
     return [list(items[i::fleets]) for i in range(fleets)]
 
 
-def plan(stream: Stream, recipe: Recipe, device: str, workers: int) -> dict[str, dict[Part, list[int]]]:
+def plan(
+    stream: Stream, recipe: Recipe, device: str, workers: int
+) -> dict[str, dict[Part, list[int]]]:
     """For each method and part: into how many fleets its runs are dealt at least, and how many runs one fleet may hold at most.
 
     A method gets as many workers as its share of the study's work deserves: fewer fleets of more runs cost less in all, but no worker shall
     wait for the longest method in the end. The parts of a method follow each other, so both are dealt in the same way.
     """
     costs = {name: cost(stream, recipe, name) for name in recipe.methods}
-    least = {name: math.ceil(workers * costs[name] / sum(costs.values())) for name in recipe.methods}
-    return {name: {part: [least[name], most_rows(stream, recipe, name, part, device, workers)] for part in PARTS} for name in recipe.methods}
+    least = {
+        name: math.ceil(workers * costs[name] / sum(costs.values())) for name in recipe.methods
+    }
+    return {
+        name: {
+            part: [least[name], most_rows(stream, recipe, name, part, device, workers)]
+            for part in PARTS
+        }
+        for name in recipe.methods
+    }
 
 
 def fleets(count: int, least: int, most_rows: int) -> int:
@@ -64,18 +80,25 @@ def fleets(count: int, least: int, most_rows: int) -> int:
 def cost(stream: Stream, recipe: Recipe, name: str) -> int:
     """The work of a method, in examples: what a step costs besides them, and what state costs, are measured equivalents."""
     runs = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
-    steps = sum(runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps() for part in PARTS)
+    steps = sum(
+        runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps()
+        for part in PARTS
+    )
     return steps * cost_of_step(recipe, name)
 
 
 def cost_of_step(recipe: Recipe, name: str) -> int:
     """The work of one step of one run of a method, in examples."""
     learner = method(name).learner
-    examples = recipe.batch_size + learner.examples_a_step(recipe.method_options(name), TASKS["ev"], recipe.memory_per_task)
+    examples = recipe.batch_size + learner.examples_a_step(
+        recipe.method_options(name), TASKS["ev"], recipe.memory_per_task
+    )
     return STEP + examples + STATE * len(learner.keeps)
 
 
-def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int) -> int:
+def most_rows(
+    stream: Stream, recipe: Recipe, name: str, part: Part, device: str, workers: int
+) -> int:
     """How many runs of a method one fleet should hold on this machine."""
     kind = torch.device(device).type
     there = memory(kind)
@@ -90,7 +113,9 @@ def most_rows(stream: Stream, recipe: Recipe, name: str, part: Part, device: str
             f"a single run of {name} does not fit into the {there / 1e9:.1f} GB of memory here:"
             " leave it out by --methods, make the model or the batches smaller, or use another machine"
         )
-    return max(1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed))
+    return max(
+        1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed)
+    )
 
 
 def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
@@ -100,9 +125,17 @@ def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
     """
     pool = stream.pool
     with torch.device("meta"):
-        parameters = sum(parameter.nbytes for parameter in recipe.setup().model().build(pool.x.shape[1], pool.shape, 1).parameters())
+        parameters = sum(
+            parameter.nbytes
+            for parameter in recipe.setup()
+            .model()
+            .build(pool.x.shape[1], pool.shape, 1)
+            .parameters()
+        )
     example = pool.x[0].nbytes + 2 * 8  # and its class and task
-    kept = TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs_memory else 0
+    kept = (
+        TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs_memory else 0
+    )
     return 4 * parameters + kept
 
 
@@ -113,7 +146,9 @@ def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
     feed, fleet, learner = assemble(stream, part, method(name), [run], recipe.setup(), options)
     batch = next(feed.batches(0))
     largest = learner.largest_batch(recipe.batch_size)
-    activations = largest * _activations(fleet.architecture.module, lambda: fleet.forward(batch.piece(0, 1)))
+    activations = largest * _activations(
+        fleet.architecture.module, lambda: fleet.forward(batch.piece(0, 1))
+    )
     examples = learner.examples_held() * batch.x[0, 0].nbytes
     passes = 3  # forward, backward, and what both hold meanwhile
     return int(learner.peak_bytes(feed.tasks) + examples + passes * activations)
@@ -123,7 +158,10 @@ def _activations(module: nn.Module, forward: Callable[[], object]) -> int:
     """Bytes that the layers of a module put out in a forward pass."""
     made: list[int] = []
     layers = [layer for layer in module.modules() if not list(layer.children())]
-    hooks = [layer.register_forward_hook(lambda _, __, output: made.append(output.nbytes)) for layer in layers]
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output: made.append(output.nbytes))
+        for layer in layers
+    ]
     forward()
     for hook in hooks:
         hook.remove()

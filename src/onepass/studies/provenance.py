@@ -19,7 +19,11 @@ PACKAGES = ("onepass", "torch", "numpy", "scipy", "scikit-learn", "safetensors")
 @cache
 def provenance(device: str) -> Provenance:
     """What this process computes with."""
-    return Provenance(_device(device), {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}, revision())
+    return Provenance(
+        _device(device),
+        {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        revision(),
+    )
 
 
 def _version(package: str) -> str:
@@ -34,7 +38,9 @@ def _device(device: str) -> str:
         return str(torch.cuda.get_device_name(device))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.machine()  # `platform.processor` would start a program
 

@@ -33,7 +33,16 @@ Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
 KNOWN_DIFFERENCES = "known-differences.toml"
 GROWING = {"methods", "seeds", "cv_seeds", "grids", "options"}  # what a study may get more of
 OF_THE_PACKAGE = {"summary", "paper"}  # of a recipe's fields, what no study keeps
-FIXED = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}  # of a recipe's fields, not for --set
+FIXED = {
+    "name",
+    "summary",
+    "methods",
+    "stream",
+    "stream_options",
+    "grids",
+    "options",
+    "paper",
+}  # of a recipe's fields, not for --set
 
 
 class Companions(BaseModel):
@@ -111,7 +120,9 @@ class Recipe(BaseModel):
     union_softmax: Switch = True
     gradients: Mode = "auto"
     tf32: Switch = True
-    grids: dict[str, dict[str, Annotated[list[Value], Field(min_length=1)]]] = Field(default={}, validate_default=True)
+    grids: dict[str, dict[str, Annotated[list[Value], Field(min_length=1)]]] = Field(
+        default={}, validate_default=True
+    )
     options: dict[str, dict[str, Any]] = {}
     paper: Paper = Paper()
 
@@ -122,9 +133,14 @@ class Recipe(BaseModel):
 
     @field_validator("grids", mode="after")
     @classmethod
-    def _every_method_has_a_grid(cls, given: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
+    def _every_method_has_a_grid(
+        cls, given: dict[str, dict[str, list[float]]]
+    ) -> dict[str, dict[str, list[float]]]:
         """Each value once: a grid point that is there twice would be waited for twice."""
-        once = {name: {hyper: list(dict.fromkeys(values)) for hyper, values in grid.items()} for name, grid in given.items()}
+        once = {
+            name: {hyper: list(dict.fromkeys(values)) for hyper, values in grid.items()}
+            for name, grid in given.items()
+        }
         return once | {name: found.grid | once.get(name, {}) for name, found in METHODS.items()}
 
     @model_validator(mode="after")
@@ -136,11 +152,17 @@ class Recipe(BaseModel):
         for name in self.methods:
             expected = set(method(name).hyperparameters)
             if method(name).learner.needs_own_classes and not stream(self.stream).own_classes:
-                raise InputError(f"{name} needs a stream whose tasks have classes of their own, such as split-digits, and {self.stream} has not")
+                raise InputError(
+                    f"{name} needs a stream whose tasks have classes of their own, such as split-digits, and {self.stream} has not"
+                )
             if set(self.grids[name]) != expected:
-                raise InputError(f"the grid of '{name}' must name {', '.join(sorted(expected))}, not {', '.join(sorted(self.grids[name]))}")
+                raise InputError(
+                    f"the grid of '{name}' must name {', '.join(sorted(expected))}, not {', '.join(sorted(self.grids[name]))}"
+                )
             if min(self.grids[name]["learning_rate"]) <= 0:
-                raise InputError(f"grids.{name}.learning_rate={self.grids[name]['learning_rate']} is not valid: learning rates must be above 0")
+                raise InputError(
+                    f"grids.{name}.learning_rate={self.grids[name]['learning_rate']} is not valid: learning rates must be above 0"
+                )
         for name in self.options:
             self.method_options(name)
         self.check_size()
@@ -151,7 +173,9 @@ class Recipe(BaseModel):
         grid = sum(math.prod(map(len, self.grids[name].values())) for name in self.methods)
         units = grid * self.cv_seeds + len(self.methods) * self.seeds
         if units > MOST_UNITS:
-            raise InputError(f"a study of {units} units is too large: up to {MOST_UNITS} can be planned; use fewer seeds, cv_seeds or grid points")
+            raise InputError(
+                f"a study of {units} units is too large: up to {MOST_UNITS} can be planned; use fewer seeds, cv_seeds or grid points"
+            )
 
     def make_stream_options(self) -> Any:
         return read_options(stream(self.stream).options, self.stream_options)
@@ -171,12 +195,21 @@ class Recipe(BaseModel):
         found = []
         for key, value in self.stored().items():
             if key == "stream_options":
-                mine, theirs = (dataclasses.asdict(recipe.make_stream_options()) for recipe in (self, original))
+                mine, theirs = (
+                    dataclasses.asdict(recipe.make_stream_options()) for recipe in (self, original)
+                )
                 found += [f"{name}={mine[name]}" for name in mine if mine[name] != theirs[name]]
             elif key == "options":
                 for name in self.methods:
-                    mine, theirs = (dataclasses.asdict(recipe.method_options(name)) for recipe in (self, original))
-                    found += [f"options.{name}.{option}={mine[option]}" for option in mine if mine[option] != theirs[option]]
+                    mine, theirs = (
+                        dataclasses.asdict(recipe.method_options(name))
+                        for recipe in (self, original)
+                    )
+                    found += [
+                        f"options.{name}.{option}={mine[option]}"
+                        for option in mine
+                        if mine[option] != theirs[option]
+                    ]
             elif key not in GROWING and value != original.stored()[key]:
                 found.append(f"{key}={value}")
         return found
@@ -188,7 +221,11 @@ class Recipe(BaseModel):
 
 def names() -> list[str]:
     """The recipes that come with the package."""
-    return sorted(f.name.removesuffix(".toml") for f in _folder().iterdir() if f.name.endswith(".toml") and f.name != KNOWN_DIFFERENCES)
+    return sorted(
+        f.name.removesuffix(".toml")
+        for f in _folder().iterdir()
+        if f.name.endswith(".toml") and f.name != KNOWN_DIFFERENCES
+    )
 
 
 def _folder() -> Any:
@@ -198,7 +235,11 @@ def _folder() -> Any:
 def known_differences(name: str) -> list[KnownDifference]:
     """Those of one recipe."""
     document = tomllib.loads((_folder() / KNOWN_DIFFERENCES).read_text(encoding="utf-8"))
-    return [known for entry in document.get("difference", []) if (known := KnownDifference(**entry)).recipe == name]
+    return [
+        known
+        for entry in document.get("difference", [])
+        if (known := KnownDifference(**entry)).recipe == name
+    ]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -222,7 +263,11 @@ def load(
     document = {**read(name), **with_types(_kept(stored or {}))}
     if methods is not None:
         chosen = [m.strip() for m in methods.split(",") if m.strip()]
-        document["methods"] = all_methods(document["stream"]) if chosen == ["all"] else list(dict.fromkeys(method_name(m) for m in chosen))
+        document["methods"] = (
+            all_methods(document["stream"])
+            if chosen == ["all"]
+            else list(dict.fromkeys(method_name(m) for m in chosen))
+        )
     if seeds is not None:
         document["seeds"] = seeds
     paths = _paths(document)
@@ -244,7 +289,9 @@ def grown(stored: Recipe, asked: Recipe) -> Recipe:
         for hyper, values in stored.grids[name].items():
             lost = [value for value in values if value not in asked.grids[name][hyper]]
             if lost:
-                raise InputError(f"{hyper} = {lost[0]:g} of {name} was tried already, and a grid may only grow")
+                raise InputError(
+                    f"{hyper} = {lost[0]:g} of {name} was tried already, and a grid may only grow"
+                )
     return both
 
 
@@ -263,19 +310,27 @@ def united(one: Recipe, other: Recipe) -> Recipe:
             mine, theirs = (shown(recipe["options"].get(name, {})) for recipe in (first, second))
             raise InputError(f"options of {name} = {mine}, not {theirs}")
     own = [name for name in one.methods if name not in both]
-    grids = {**other.grids, **{name: one.grids[name] for name in own}, **{name: _joined(one.grids[name], other.grids[name]) for name in both}}
+    grids = {
+        **other.grids,
+        **{name: one.grids[name] for name in own},
+        **{name: _joined(one.grids[name], other.grids[name]) for name in both},
+    }
     options = {
         **{name: chosen for name, chosen in other.options.items() if name not in own},
         **{n: one.options[n] for n in own if n in one.options},
     }
     counts = {key: max(first[key], second[key]) for key in ("seeds", "cv_seeds")}
     methods = list(dict.fromkeys([*one.methods, *other.methods]))
-    together = other.model_copy(update={"methods": methods, "grids": grids, "options": options, **counts})
+    together = other.model_copy(
+        update={"methods": methods, "grids": grids, "options": options, **counts}
+    )
     together.check_size()
     return together
 
 
-def _joined(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def _joined(
+    one: Mapping[str, list[float]], other: Mapping[str, list[float]]
+) -> dict[str, list[float]]:
     keys = [*one, *(key for key in other if key not in one)]
     return {key: list(dict.fromkeys([*one.get(key, []), *other.get(key, [])])) for key in keys}
 
@@ -301,7 +356,11 @@ def _kept(stored: Any) -> dict[str, Any]:
 
 def all_methods(stream_name: str) -> list[str]:
     """Every method that makes sense for a stream."""
-    return [name for name, found in METHODS.items() if stream(stream_name).own_classes or not found.learner.needs_own_classes]
+    return [
+        name
+        for name, found in METHODS.items()
+        if stream(stream_name).own_classes or not found.learner.needs_own_classes
+    ]
 
 
 def method_name(name: str) -> str:
@@ -313,7 +372,10 @@ def _paths(document: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Everything that may be set, as dotted paths."""
     keys: list[tuple[str, ...]] = [(name,) for name in Recipe.model_fields if name not in FIXED]
     if document["stream"] in STREAMS:
-        keys += [("stream_options", f.name) for f in dataclasses.fields(STREAMS[document["stream"]].options)]
+        keys += [
+            ("stream_options", f.name)
+            for f in dataclasses.fields(STREAMS[document["stream"]].options)
+        ]
     for name, found in METHODS.items():
         keys += [("grids", name, hyper) for hyper in found.hyperparameters]
         keys += [("options", name, f.name) for f in dataclasses.fields(found.learner.options)]
@@ -331,8 +393,17 @@ def _resolve(key: str, paths: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     if len(ends) == 1:
         return ends[0]
     if ends:
-        raise InputError(f"'{key}' could be {' or '.join('.'.join(path) for path in ends)}: write the whole path")
-    raise unknown("key", key, {*paths, *(path[-1] for path in paths.values() if path[0] in ("stream_options", "options"))})
+        raise InputError(
+            f"'{key}' could be {' or '.join('.'.join(path) for path in ends)}: write the whole path"
+        )
+    raise unknown(
+        "key",
+        key,
+        {
+            *paths,
+            *(path[-1] for path in paths.values() if path[0] in ("stream_options", "options")),
+        },
+    )
 
 
 def _parse(key: str, value: str) -> Any:
@@ -341,15 +412,24 @@ def _parse(key: str, value: str) -> Any:
         document = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         return value
-    except (ValueError, RecursionError):  # more digits than Python reads, more brackets than it can follow
-        raise InputError(f"{key}={shortened(value, 100)} is not valid: it has too many digits or brackets") from None
-    return document["value"] if len(document) == 1 else value  # what follows on further lines would be lost
+    except (
+        ValueError,
+        RecursionError,
+    ):  # more digits than Python reads, more brackets than it can follow
+        raise InputError(
+            f"{key}={shortened(value, 100)} is not valid: it has too many digits or brackets"
+        ) from None
+    return (
+        document["value"] if len(document) == 1 else value
+    )  # what follows on further lines would be lost
 
 
 def _assign(document: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for key in path[:-1]:
         document = document.setdefault(key, {})
-    document[path[-1]] = [value] if path[0] == "grids" and not isinstance(value, list) else value  # one value is a grid of one
+    document[path[-1]] = (
+        [value] if path[0] == "grids" and not isinstance(value, list) else value
+    )  # one value is a grid of one
 
 
 def _sentence(error: ValidationError) -> str:

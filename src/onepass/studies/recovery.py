@@ -71,7 +71,9 @@ def private(copy: Path) -> sqlite3.Connection:
 
     It locks nothing: the folder for temporary files may be on a file system that cannot.
     """
-    connection = sqlite3.connect(f"{copy.absolute().as_uri()}?vfs=unix-none", uri=True, isolation_level=None)
+    connection = sqlite3.connect(
+        f"{copy.absolute().as_uri()}?vfs=unix-none", uri=True, isolation_level=None
+    )
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # so that a log needs no shared memory
     return connection
 
@@ -94,14 +96,23 @@ def _apply(path: Path, copy: Path, results: Results) -> None:
     with closing(private(copy)) as connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # this applies it
         found = _sound(results, connection)
-    names, journal = " and ".join(beside.name for beside in left(path)), path.with_name(path.name + JOURNAL)
+    names, journal = (
+        " and ".join(beside.name for beside in left(path)),
+        path.with_name(path.name + JOURNAL),
+    )
     if found is None or (journal in left(path) and before - _counter(copy) not in (0, 1)):
-        raise DamagedError(f"{names} beside it is of another state of the study, or damaged: move it away")
+        raise DamagedError(
+            f"{names} beside it is of another state of the study, or damaged: move it away"
+        )
     if journal not in left(path):  # a log only adds, a journal may take back what was not finished
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as alone:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        ) as alone:
             hidden = (_sound(results, alone) or set()) - found
         if hidden:
-            raise DamagedError(f"{names} beside it is older than it and would hide {len(hidden)} results: move it away")
+            raise DamagedError(
+                f"{names} beside it is older than it and would hide {len(hidden)} results: move it away"
+            )
 
 
 def _sound(results: Results, connection: sqlite3.Connection) -> set[tuple[str, str]] | None:

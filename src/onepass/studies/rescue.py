@@ -14,13 +14,30 @@ from onepass.errors import InputError
 from onepass.files import StorageError
 from onepass.protocol import grid_points
 from onepass.studies import schema
-from onepass.studies.database import FILE, NESTED, TABLES, definition, is_sound, nested, no_study, refusing
+from onepass.studies.database import (
+    FILE,
+    NESTED,
+    TABLES,
+    definition,
+    is_sound,
+    nested,
+    no_study,
+    refusing,
+)
 from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored
 from onepass.studies.recovery import LARGEST, LOG, DamagedError, copied, left, private
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
 
-_BAD = (DamagedError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+_BAD = (
+    DamagedError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 MOST_ROWS = 1_000_000  # that are looked for one by one
 MOST_BAD = 100_000  # in a row, after which no more are looked for where the end is unknown
 
@@ -57,14 +74,23 @@ def rescue(folder: Path, into: Path) -> Rescued:
         if begun and store.contents != Contents(new | {"counts": {"units": 0, "records": 0}}):
             raise _not_free(into)
         source = Store(folder, none, contents=contents)
-        contents.records = {name: stored for name, stored in records.items() if _is_whole(source, name, lost)}
+        contents.records = {
+            name: stored for name, stored in records.items() if _is_whole(source, name, lost)
+        }
         packing = study.get("packing", {})
         fleets: dict[int, list[Entry]] = {}
         for name, entry in entries.items():
             if name not in contents.records:
                 fleets.setdefault(entry.fleet, []).append(entry)
-        to_do = [[entry.unit for entry in sorted(fleets[number], key=lambda entry: entry.place)] for number in sorted(fleets)]
-        store.take([source], to_do, packing={name: packing[name] for name in packing if name in recipe.methods})
+        to_do = [
+            [entry.unit for entry in sorted(fleets[number], key=lambda entry: entry.place)]
+            for number in sorted(fleets)
+        ]
+        store.take(
+            [source],
+            to_do,
+            packing={name: packing[name] for name in packing if name in recipe.methods},
+        )
         return Rescued(len(contents.records), sum(map(len, fleets.values())), lost)
 
 
@@ -82,12 +108,18 @@ def _recipe(folder: Path, study: dict[str, Any]) -> Recipe:
     """The recipe of a study, if that row is sound; a packing that is not is left out."""
     for extra in ({"packing": study.get("packing", {})}, {}):
         try:
-            schema.check(schema.Study, "its recipe", {"recipe": study.get("recipe"), "counts": {"units": 0, "records": 0}, **extra})
+            schema.check(
+                schema.Study,
+                "its recipe",
+                {"recipe": study.get("recipe"), "counts": {"units": 0, "records": 0}, **extra},
+            )
             study["packing"] = extra.get("packing", {})
             return from_stored(study["recipe"])
         except DamagedError:
             continue
-    raise InputError(f"nothing of the study in {folder} can be rescued: the row with its recipe is lost")
+    raise InputError(
+        f"nothing of the study in {folder} can be rescued: the row with its recipe is lost"
+    )
 
 
 def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
@@ -102,7 +134,9 @@ def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
     return True
 
 
-def _sound_rows(folder: Path, lost: list[str]) -> tuple[dict[str, Any], dict[str, Entry], dict[str, Stored]]:
+def _sound_rows(
+    folder: Path, lost: list[str]
+) -> tuple[dict[str, Any], dict[str, Entry], dict[str, Stored]]:
     """From the file, and from the file with the log beside it.
 
     Results are never taken back, so both count.
@@ -151,7 +185,9 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("BEGIN")  # SQLite would lock the file anew for every row
-            if connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone() != (definition(table),):
+            if connection.execute(
+                "SELECT sql FROM sqlite_master WHERE name = ?", (table,)
+            ).fetchone() != (definition(table),):
                 raise DamagedError("it is not there, or another one")
         except (sqlite3.Error, DamagedError) as reason:
             lost.append(f"the table '{table}': {reason}")
@@ -165,7 +201,10 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
         room = NESTED
         for number in range(1, min(last, MOST_ROWS) + 1):
             try:
-                row = connection.execute(f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?", (number,)).fetchone()
+                row = connection.execute(
+                    f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?",
+                    (number,),
+                ).fetchone()
                 if row is not None and not is_sound(table, row):
                     raise DamagedError("it was altered")
                 if row is not None and nested(table, row) > room:

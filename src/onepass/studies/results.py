@@ -50,24 +50,46 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
         shared = {key: value for key, value in shared.items() if not key.startswith("memory")}
     if not found.joined:
         del shared["union_softmax"]
-    stream_options, options = asdict(recipe.make_stream_options()), asdict(recipe.method_options(name))
+    stream_options, options = (
+        asdict(recipe.make_stream_options()),
+        asdict(recipe.method_options(name)),
+    )
     newer = (
         *((shared, name, value) for name, value in (("tf32", True), ("initialisation", "normal"))),
-        *((shared, name, value) for name, value in (("network", "mlp"), ("stem", "3x3"), ("batch_norm", "torch"))),
+        *(
+            (shared, name, value)
+            for name, value in (("network", "mlp"), ("stem", "3x3"), ("batch_norm", "torch"))
+        ),
         *((stream_options, "leaking", False), (options, "lateral_biases", False)),
     )
     for settings, key, usual in newer:
-        if settings.get(key) == usual:  # units of studies that are older than the choice do not have it
+        if (
+            settings.get(key) == usual
+        ):  # units of studies that are older than the choice do not have it
             del settings[key]
-    shared |= {"stream": recipe.stream, "stream_options": stream_options, "part": part, "method": name, "options": options}
+    shared |= {
+        "stream": recipe.stream,
+        "stream_options": stream_options,
+        "part": part,
+        "method": name,
+        "options": options,
+    }
     shared = json.loads(canonical(shared))  # as it will come out of a store
-    return [Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed}) for run in runs]
+    return [
+        Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed})
+        for run in runs
+    ]
 
 
 def cross_validation(recipe: Recipe, name: str) -> list[Unit]:
     """Every grid point with every seed, on `D^CV`."""
     points = grid_points(recipe.grids[name])
-    return units(recipe, name, "cv", [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)])
+    return units(
+        recipe,
+        name,
+        "cv",
+        [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)],
+    )
 
 
 def evaluation(recipe: Recipe, name: str, chosen: dict[str, float]) -> list[Unit]:
@@ -82,11 +104,19 @@ def result(recipe: Recipe, name: str, store: Store) -> Result:
     if found.missing:
         found.missing += recipe.seeds
         return found
-    broken = {tuple(store.contents.entries[unit].unit.hyperparameters.items()) for unit in found.failed}
-    sound = [record for record in found.cross_validation if tuple(record.hyperparameters.items()) not in broken]
+    broken = {
+        tuple(store.contents.entries[unit].unit.hyperparameters.items()) for unit in found.failed
+    }
+    sound = [
+        record
+        for record in found.cross_validation
+        if tuple(record.hyperparameters.items()) not in broken
+    ]
     try:
         found.hyperparameters = select(sound) if sound else {}
-    except InputError:  # every grid point diverged: that is this method's result, and the others go on
+    except (
+        InputError
+    ):  # every grid point diverged: that is this method's result, and the others go on
         return found
     if found.hyperparameters:
         found.records = _collect(found, store, evaluation(recipe, name, found.hyperparameters))

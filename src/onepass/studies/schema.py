@@ -73,7 +73,9 @@ class Study(_Strict):
 
     recipe: Recipe
     counts: Counts
-    packing: dict[Text, dict[Literal["cv", "ev"], Annotated[list[Count], Field(min_length=2, max_length=2)]]] = {}
+    packing: dict[
+        Text, dict[Literal["cv", "ev"], Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    ] = {}
 
     @model_validator(mode="after")
     def _packing_is_of_both_parts(self) -> Study:
@@ -142,7 +144,12 @@ def check(kind: type[BaseModel], what: str, values: Mapping[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:100]
-        raise DamagedError(_CONTROL.sub("?", f"{what} is not what onepass writes: {where + ': ' if where else ''}{first['msg'][:200]}")) from None
+        raise DamagedError(
+            _CONTROL.sub(
+                "?",
+                f"{what} is not what onepass writes: {where + ': ' if where else ''}{first['msg'][:200]}",
+            )
+        ) from None
 
 
 def named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
@@ -151,7 +158,9 @@ def named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
 
 def printable(text: str) -> str:
     """A text of several lines without what would speak to a terminal."""
-    return "\n".join(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.expandtabs(8)) for line in text.split("\n"))
+    return "\n".join(
+        _CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.expandtabs(8)) for line in text.split("\n")
+    )
 
 
 def tasks_of(found: Mapping[str, NDArray[Any]], violations: Sequence[int] | None) -> int:
@@ -166,15 +175,29 @@ def tasks_of(found: Mapping[str, NDArray[Any]], violations: Sequence[int] | None
     for name, array in found.items():
         if name in shapes and array.shape != shapes[name]:
             raise DamagedError(f"its '{name}' has the shape {array.shape}, not {shapes[name]}")
-        if name in ("curve", *shapes) and (array.dtype != np.float64 or not ((array >= 0) & (array <= 1) | np.isnan(array)).all()):
+        if name in ("curve", *shapes) and (
+            array.dtype != np.float64 or not ((array >= 0) & (array <= 1) | np.isnan(array)).all()
+        ):
             raise DamagedError(f"its '{name}' has values that are no accuracies")
-    if found["curve"].ndim != 2 or len(found["curve"]) not in (0, tasks) or (found["curve"].size and found["curve"].shape[1] < 1):
+    if (
+        found["curve"].ndim != 2
+        or len(found["curve"]) not in (0, tasks)
+        or (found["curve"].size and found["curve"].shape[1] < 1)
+    ):
         raise DamagedError(f"its 'curve' has the shape {found['curve'].shape}")
     grown = found.get("state_by_task", np.zeros(1, np.int64))
-    if grown.ndim != 1 or not len(grown) or len(grown) > TASKS or grown.dtype != np.int64 or grown.min() < 0:
+    if (
+        grown.ndim != 1
+        or not len(grown)
+        or len(grown) > TASKS
+        or grown.dtype != np.int64
+        or grown.min() < 0
+    ):
         raise DamagedError("its 'state_by_task' are no sizes")
     missing = np.isnan(found["accuracy"]).any(axis=1)
-    reached = int(missing.argmax()) if missing.any() else phases  # after that every run had diverged
+    reached = (
+        int(missing.argmax()) if missing.any() else phases
+    )  # after that every run had diverged
     if violations is not None and len(violations) < reached:
         raise DamagedError(f"it has violations of {len(violations)} tasks, not of {reached}")
     return int(tasks)

@@ -31,8 +31,18 @@ from safetensors import SafetensorError
 from onepass.files import cannot_write, canonical, digest, header_is_short, read_plain, write_here
 from onepass.metrics import Record
 from onepass.studies import schema
-from onepass.studies.database import FILE, TABLES, damaged, ordered, put, reading, refusing, rows, writing
-from onepass.studies.guard import Guard
+from onepass.studies.concurrent import Guard
+from onepass.studies.database import (
+    FILE,
+    TABLES,
+    damaged,
+    ordered,
+    put,
+    reading,
+    refusing,
+    rows,
+    writing,
+)
 from onepass.studies.recovery import DamagedError
 
 LARGEST_ARRAYS = 2**28  # bytes: 256 runs of 17 tasks have two millions
@@ -63,7 +73,12 @@ class Unit:
     @property
     def hyperparameters(self) -> dict[str, float]:
         """The learning rate first, whoever wrote them in whatever order."""
-        return dict(sorted(self.configuration["hyperparameters"].items(), key=lambda item: (item[0] != "learning_rate", item[0])))
+        return dict(
+            sorted(
+                self.configuration["hyperparameters"].items(),
+                key=lambda item: (item[0] != "learning_rate", item[0]),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -116,11 +131,19 @@ def fleet_name(units: Sequence[str]) -> str:
 class Store:
     """A study's results in a folder. `Store.write_to` opens it for the driving process, `Store.read` for anybody."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, guard: Guard | None = None, contents: Contents | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        connection: sqlite3.Connection,
+        guard: Guard | None = None,
+        contents: Contents | None = None,
+    ) -> None:
         self.folder = folder
         self._connection, self._guard = connection, guard
         self._arrays: dict[str, dict[str, NDArray[Any]]] = {}
-        self.tasks: dict[str, int] = {}  # of each part, as the records have it; studies of one recipe may share it
+        self.tasks: dict[
+            str, int
+        ] = {}  # of each part, as the records have it; studies of one recipe may share it
         self.contents = self._load() if contents is None else contents
 
     # ---- opening
@@ -142,7 +165,9 @@ class Store:
     def _load(self) -> Contents:
         with refusing(self.folder / FILE):
             contents = Contents()
-            self._connection.execute("BEGIN")  # one view of all tables, even if another process is writing
+            self._connection.execute(
+                "BEGIN"
+            )  # one view of all tables, even if another process is writing
             for key, value in rows(self._connection, "study"):
                 contents.study[key] = parsed(value)
             schema.check(schema.Study, "its table 'study'", contents.study)
@@ -152,8 +177,13 @@ class Store:
             for row in rows(self._connection, "records"):
                 contents.records[row[0]] = stored_of(row)
             counted = {"units": len(contents.entries), "records": len(contents.records)}
-            if contents.study["counts"] != counted or not contents.records.keys() <= contents.entries.keys():
-                raise DamagedError(f"it should have {contents.study['counts']} rows and has {counted}")
+            if (
+                contents.study["counts"] != counted
+                or not contents.records.keys() <= contents.entries.keys()
+            ):
+                raise DamagedError(
+                    f"it should have {contents.study['counts']} rows and has {counted}"
+                )
             self._connection.execute("COMMIT")
             return contents
 
@@ -163,12 +193,18 @@ class Store:
         """The raw record of a finished unit."""
         stored, entry = self.contents.records[unit], self.contents.entries[unit]
         arrays = self._arrays_of(stored.arrays)
-        mine = {key.removeprefix(f"{unit}/"): value for key, value in arrays.items() if key.startswith(f"{unit}/")}
+        mine = {
+            key.removeprefix(f"{unit}/"): value
+            for key, value in arrays.items()
+            if key.startswith(f"{unit}/")
+        }
         try:
             lengths = {entry.unit.part: schema.tasks_of(mine, stored.violations)}
             if stored.violations is not None and not stored.diverged:
                 lengths[f"violations of {entry.unit.part}"] = len(stored.violations)
-            if any(self.tasks.setdefault(what, length) != length for what, length in lengths.items()):
+            if any(
+                self.tasks.setdefault(what, length) != length for what, length in lengths.items()
+            ):
                 raise DamagedError("other records of the study have another number of tasks")
         except DamagedError as reason:
             raise damaged(self.folder / "arrays" / stored.arrays, f"{unit}: {reason}") from None
@@ -230,7 +266,9 @@ class Store:
 
     def trained_together(self, unit: str) -> int:
         """How many runs were rows of the fleet that made this record: a fleet has one file of arrays."""
-        return len({key.partition("/")[0] for key in self._arrays_of(self.contents.records[unit].arrays)})
+        return len(
+            {key.partition("/")[0] for key in self._arrays_of(self.contents.records[unit].arrays)}
+        )
 
     def open_fleets(self) -> dict[int, list[Entry]]:
         """What is planned and neither finished nor failed, fleet by fleet in the order of the plan."""
@@ -289,7 +327,10 @@ class Store:
         """Store what came out of some units of the plan, all of it or nothing."""
         arrays: dict[str, NDArray[Any]] = {}
         for unit, record in records.items():
-            arrays |= {f"{unit}/{name}": np.ascontiguousarray(getattr(record, name)) for name in ("accuracy", "initial", "curve")}
+            arrays |= {
+                f"{unit}/{name}": np.ascontiguousarray(getattr(record, name))
+                for name in ("accuracy", "initial", "curve")
+            }
             if record.memory_accuracy is not None:
                 arrays[f"{unit}/memory_accuracy"] = np.ascontiguousarray(record.memory_accuracy)
             if record.state_by_task is not None:
@@ -301,10 +342,21 @@ class Store:
         with self._change() as contents:
             for unit, record in records.items():
                 violations = None if record.violations is None else list(record.violations)
-                stored = Stored(unit, name, violations, float(record.seconds), record.state_bytes, record.diverged, provenance, now)
+                stored = Stored(
+                    unit,
+                    name,
+                    violations,
+                    float(record.seconds),
+                    record.state_bytes,
+                    record.diverged,
+                    provenance,
+                    now,
+                )
                 self._insert_record(contents, stored)
 
-    def take(self, others: Sequence[Store], fleets: Iterable[Sequence[Unit]] = (), **study: Any) -> list[int]:
+    def take(
+        self, others: Sequence[Store], fleets: Iterable[Sequence[Unit]] = (), **study: Any
+    ) -> list[int]:
         """Copy the finished units that are not here from other stores, all of them or none, and set what the study knows about itself.
 
         `fleets` are planned besides. Returns how many came from each. Their records have been read:
@@ -316,10 +368,18 @@ class Store:
                 new = [unit for unit in other.contents.records if unit not in contents.records]
                 for name in {other.contents.records[unit].arrays for unit in new}:
                     write_here(self.folder / "arrays" / name, other._content_of(name))
-                numbers = dict(zip(sorted({other.contents.entries[unit].fleet for unit in new}), _free_fleets(contents), strict=False))
+                numbers = dict(
+                    zip(
+                        sorted({other.contents.entries[unit].fleet for unit in new}),
+                        _free_fleets(contents),
+                        strict=False,
+                    )
+                )
                 for unit in new:
                     theirs = other.contents.entries[unit]
-                    known = contents.entries.get(unit, Entry(theirs.unit, numbers[theirs.fleet], theirs.place))
+                    known = contents.entries.get(
+                        unit, Entry(theirs.unit, numbers[theirs.fleet], theirs.place)
+                    )
                     self._place(contents, Entry(known.unit, known.fleet, known.place))
                     self._insert_record(contents, other.contents.records[unit])
                 counts.append(len(new))
@@ -328,17 +388,40 @@ class Store:
         return counts
 
     def _place(self, contents: Contents, entry: Entry) -> None:
-        schema.check(schema.Place, "the place of a unit", {"fleet": entry.fleet, "place": entry.place, "traceback": entry.traceback})
+        schema.check(
+            schema.Place,
+            "the place of a unit",
+            {"fleet": entry.fleet, "place": entry.place, "traceback": entry.traceback},
+        )
         contents.entries[entry.unit.id] = entry
-        put(self._connection, "units", (entry.unit.id, canonical(entry.unit.configuration), entry.fleet, entry.place, entry.traceback))
+        put(
+            self._connection,
+            "units",
+            (
+                entry.unit.id,
+                canonical(entry.unit.configuration),
+                entry.fleet,
+                entry.place,
+                entry.traceback,
+            ),
+        )
 
     def _insert_record(self, contents: Contents, stored: Stored) -> None:
         made = stored.provenance
         row = (
-            *(stored.unit, stored.arrays, canonical(stored.violations), stored.seconds, stored.state_bytes, int(stored.diverged)),
+            *(
+                stored.unit,
+                stored.arrays,
+                canonical(stored.violations),
+                stored.seconds,
+                stored.state_bytes,
+                int(stored.diverged),
+            ),
             *(made.device, canonical(dict(made.versions)), made.revision, stored.finished),
         )
-        put(self._connection, "records", row, "INSERT")  # a unit that has a record already is a mistake, not an update
+        put(
+            self._connection, "records", row, "INSERT"
+        )  # a unit that has a record already is a mistake, not an update
         contents.records[stored.unit] = stored
 
     @contextmanager
@@ -349,11 +432,16 @@ class Store:
         """
         if self._guard is None:
             raise TypeError("this store is open for reading")
-        changed = Contents(dict(self.contents.study), dict(self.contents.entries), dict(self.contents.records))
+        changed = Contents(
+            dict(self.contents.study), dict(self.contents.entries), dict(self.contents.records)
+        )
         try:
             self._guard.begin()
             yield changed
-            counts = {table: self._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("units", "records")}
+            counts = {
+                table: self._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+                for table in ("units", "records")
+            }
             if counts != changed.study["counts"]:
                 changed.study["counts"] = counts
                 put(self._connection, "study", ("counts", canonical(counts)))
@@ -377,8 +465,17 @@ def entry_of(row: Sequence[Any]) -> tuple[str, Entry]:
     identity, text, fleet, place, traceback = row
     configuration = parsed(text)
     schema.check(schema.Configuration, "the configuration of a unit", configuration)
-    schema.check(schema.Place, "the place of a unit", {"fleet": fleet, "place": place, "traceback": traceback})
-    entry = Entry(Unit(configuration), fleet, place, None if traceback is None else schema.printable(traceback))
+    schema.check(
+        schema.Place,
+        "the place of a unit",
+        {"fleet": fleet, "place": place, "traceback": traceback},
+    )
+    entry = Entry(
+        Unit(configuration),
+        fleet,
+        place,
+        None if traceback is None else schema.printable(traceback),
+    )
     if identity != entry.unit.id:
         raise DamagedError("a unit is not named by its configuration")
     return identity, entry
@@ -390,7 +487,10 @@ def stored_of(row: Sequence[Any]) -> Stored:
     values |= {name: parsed(values[name]) for name in ("violations", "versions")}
     schema.check(schema.Outcome, "a record", values)
     made = Provenance(values["device"], values["versions"], values["revision"])
-    plain = {name: values[name] for name in ("unit", "arrays", "violations", "seconds", "state_bytes", "finished")}
+    plain = {
+        name: values[name]
+        for name in ("unit", "arrays", "violations", "seconds", "state_bytes", "finished")
+    }
     return Stored(**plain, diverged=bool(values["diverged"]), provenance=made)
 
 

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from onepass.errors import InputError, first_line
+from onepass.feed import Feed
 from onepass.files import canonical, write_here
 from onepass.interrupts import Held
 from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
-from onepass.streams.feed import Feed
 from onepass.studies import checkpoint, packing
 from onepass.studies.database import PROGRESS
 from onepass.studies.executors import Executor, Trained
@@ -74,7 +74,9 @@ def check_device(device: str) -> str:
     if device not in ("cpu", "cuda"):
         raise InputError(f"unknown device '{device}': choose cpu, cuda or auto")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device here: use --device cpu, or install a CUDA build of torch on a machine with a GPU")
+        raise InputError(
+            "there is no CUDA device here: use --device cpu, or install a CUDA build of torch on a machine with a GPU"
+        )
     return device
 
 
@@ -93,7 +95,9 @@ def opened(folder: Path, asked: Recipe) -> Iterator[tuple[Store, Recipe]]:
         stored = store.contents.study["recipe"]
         recipe = _grown(folder, from_stored(stored), asked) if store.contents.records else asked
         if not store.contents.records and recipe.stored() != stored:
-            store.restart(recipe=recipe.stored())  # nothing would be lost, and the first try may have been a mistake
+            store.restart(
+                recipe=recipe.stored()
+            )  # nothing would be lost, and the first try may have been a mistake
         elif recipe.stored() != stored:
             store.note(recipe=recipe.stored())
         yield store, recipe
@@ -109,7 +113,9 @@ def _grown(folder: Path, stored: Recipe, asked: Recipe) -> Recipe:
         ) from None
 
 
-def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer: Observer) -> dict[str, Result]:
+def run(
+    recipe: Recipe, store: Store, means: Means, executor: Executor, observer: Observer
+) -> dict[str, Result]:
     """Do what is missing: the whole protocol for every method of the recipe."""
     store.forgive()
     source = try_stream(recipe, means.data)
@@ -122,13 +128,23 @@ def run(recipe: Recipe, store: Store, means: Means, executor: Executor, observer
 
 
 class _Study:
-    def __init__(self, recipe: Recipe, store: Store, means: Means, source: Stream, executor: Executor, observer: Observer) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        store: Store,
+        means: Means,
+        source: Stream,
+        executor: Executor,
+        observer: Observer,
+    ) -> None:
         self.recipe, self.store, self.means, self.source = recipe, store, means, source
         self.executor, self.observer = executor, observer
         self._waiting: list[Job] = []
         self._running: dict[Future[Trained], Job] = {}
         self._failures: Counter[str] = Counter()
-        self._most: dict[str, int] = {}  # runs of a method side by side, once more of them did not fit into memory
+        self._most: dict[
+            str, int
+        ] = {}  # runs of a method side by side, once more of them did not fit into memory
         self._chosen: set[str] = set()  # methods whose choice was announced
         pairs = [(name, part) for name in recipe.methods for part in PARTS]
         self._steps = {(name, part): self._steps_of(name, part) for name, part in pairs}
@@ -143,7 +159,10 @@ class _Study:
     def go(self) -> None:
         for name in self.recipe.methods:
             self._advance(name)
-        self._forecast = Forecast({name: packing.cost_of_step(self.recipe, name) for name in self.recipe.methods}, self._left())
+        self._forecast = Forecast(
+            {name: packing.cost_of_step(self.recipe, name) for name in self.recipe.methods},
+            self._left(),
+        )
         try:
             while self._waiting or self._running:
                 self._start()
@@ -162,7 +181,9 @@ class _Study:
         self._waiting.sort(key=lambda job: -self._costs[job.method])
         while self._waiting and len(self._running) < self.executor.slots:
             job = self._waiting.pop(0)
-            with Held():  # an interrupt must not strike between the beginning of a fleet and its being known
+            with (
+                Held()
+            ):  # an interrupt must not strike between the beginning of a fleet and its being known
                 self._running[self.executor.submit(job)] = job
 
     def _keep_what_is_finished(self) -> None:
@@ -178,7 +199,10 @@ class _Study:
         """
         known = self.store.contents.study.get("packing", {})
         if any(name not in known for name in self.recipe.methods):
-            known = packing.plan(self.source, self.recipe, self.means.device, self.means.workers) | known
+            known = (
+                packing.plan(self.source, self.recipe, self.means.device, self.means.workers)
+                | known
+            )
             self.store.note(packing=known)
         return dict(known)
 
@@ -188,7 +212,11 @@ class _Study:
         left = self._left()
         seconds = self._forecast.left(left, self.executor.workers)
         self.observer.running(jobs)
-        self.observer.steps(self._done + sum(steps for steps, _ in self._seen.values()), self._forecast.share(left), seconds)
+        self.observer.steps(
+            self._done + sum(steps for steps, _ in self._seen.values()),
+            self._forecast.share(left),
+            seconds,
+        )
         self.observer.held_up(self.executor.held_up())
         self._progress.show(jobs, seconds)
 
@@ -199,17 +227,27 @@ class _Study:
             steps = known.get(job.name, 0)
             before, then = self._seen.get(future, (0, None))
             if steps > 0:  # the first come from a checkpoint, or after seconds of preparation
-                self._forecast.proceeded(_piece(job, steps - before), None if then is None else now - then)
+                self._forecast.proceeded(
+                    _piece(job, steps - before), None if then is None else now - then
+                )
                 self._seen[future] = steps, now
 
     def _left(self) -> list[Piece]:
         """What is left: of fleets in training, of waiting ones, and the runs of methods that choose."""
         seen = [(job, self._seen.get(future, (0, 0))[0]) for future, job in self._running.items()]
         jobs = [*seen, *((job, 0) for job in self._waiting)]
-        left = [_piece(job, len(job.units) * self._steps[job.method, job.part] - steps) for job, steps in jobs]
+        left = [
+            _piece(job, len(job.units) * self._steps[job.method, job.part] - steps)
+            for job, steps in jobs
+        ]
         for name in {job.method for job, _ in jobs if job.part == "cv"}:
-            runs = packing.deal(range(self.recipe.seeds), packing.fleets(self.recipe.seeds, *self._packing[name]["ev"]))
-            left += [Piece(name, "ev", len(some), len(some) * self._steps[name, "ev"]) for some in runs]
+            runs = packing.deal(
+                range(self.recipe.seeds),
+                packing.fleets(self.recipe.seeds, *self._packing[name]["ev"]),
+            )
+            left += [
+                Piece(name, "ev", len(some), len(some) * self._steps[name, "ev"]) for some in runs
+            ]
         return left
 
     def _account(self, future: Future[Trained], job: Job, records: list[Record] | None) -> None:
@@ -223,7 +261,9 @@ class _Study:
         self._forecast.proceeded(_piece(job, steps - (seen[0] if seen is not None else 0)), seconds)
 
     def _steps_of(self, name: str, part: Part) -> int:
-        return Feed(self.source, part, [0], self.recipe.batch_size, joined=method(name).joined).steps()
+        return Feed(
+            self.source, part, [0], self.recipe.batch_size, joined=method(name).joined
+        ).steps()
 
     # ---- what to do next
 
@@ -235,7 +275,9 @@ class _Study:
         if chosen and name not in self._chosen:
             self._chosen.add(name)
             self.observer.chose(name, chosen)
-        if not chosen or not self._submit_missing(name, "ev", evaluation(self.recipe, name, chosen)):
+        if not chosen or not self._submit_missing(
+            name, "ev", evaluation(self.recipe, name, chosen)
+        ):
             self.observer.finished(result(self.recipe, name, self.store))
 
     def _submit_missing(self, name: str, part: Part, wanted: list[Unit]) -> bool:
@@ -244,7 +286,10 @@ class _Study:
         if new:
             self.store.plan(packing.deal(new, packing.fleets(len(new), *self._packing[name][part])))
         ours = {unit.id for unit in wanted}
-        fleets = [[entry.unit for entry in fleet if entry.unit.id in ours] for fleet in self.store.open_fleets().values()]
+        fleets = [
+            [entry.unit for entry in fleet if entry.unit.id in ours]
+            for fleet in self.store.open_fleets().values()
+        ]
         for units in filter(None, fleets):
             self._submit(name, part, units)
         return any(fleets)
@@ -256,7 +301,18 @@ class _Study:
             self.store.plan(fleets)
         folder = str(self.store.folder.absolute()) if self.means.keep else None
         for some in fleets:
-            self._waiting.append(Job(self.recipe, name, part, tuple(some), self.means.data, self.means.device, folder, self.means.checkpoint_every))
+            self._waiting.append(
+                Job(
+                    self.recipe,
+                    name,
+                    part,
+                    tuple(some),
+                    self.means.data,
+                    self.means.device,
+                    folder,
+                    self.means.checkpoint_every,
+                )
+            )
 
     # ---- what came out
 
@@ -274,8 +330,12 @@ class _Study:
                 self._split(job)
             else:
                 self._retry(job, error)
-        del self._running[future]  # not before: what an interrupt hits here is stored on the way out
-        if not any(other.method == job.method for other in [*self._running.values(), *self._waiting]):
+        del self._running[
+            future
+        ]  # not before: what an interrupt hits here is stored on the way out
+        if not any(
+            other.method == job.method for other in [*self._running.values(), *self._waiting]
+        ):
             self._advance(job.method)
 
     def _keep(self, job: Job, records: list[Record], made: Provenance) -> None:
@@ -291,9 +351,20 @@ class _Study:
             checkpoints.discard()
 
     def _split(self, job: Job) -> None:
-        most = self._most[job.method] = min(-(-len(job.units) // 2), self._most.get(job.method, len(job.units)))
-        self.observer.trouble(job, f"out of memory with {len(job.units)} runs side by side, going on with {most}")
-        too_large = [job, *(other for other in self._waiting if other.method == job.method and len(other.units) > most)]
+        most = self._most[job.method] = min(
+            -(-len(job.units) // 2), self._most.get(job.method, len(job.units))
+        )
+        self.observer.trouble(
+            job, f"out of memory with {len(job.units)} runs side by side, going on with {most}"
+        )
+        too_large = [
+            job,
+            *(
+                other
+                for other in self._waiting
+                if other.method == job.method and len(other.units) > most
+            ),
+        ]
         self._waiting = [other for other in self._waiting if other not in too_large]
         for one in too_large:
             self._discard_checkpoints(one)
@@ -302,13 +373,19 @@ class _Study:
     def _retry(self, job: Job, error: Exception) -> None:
         self._failures[job.name] += 1
         left = ATTEMPTS - self._failures[job.name]
-        self.observer.trouble(job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}")
+        self.observer.trouble(
+            job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}"
+        )
         if left == 1:
-            self._discard_checkpoints(job)  # it may fail because of them: the last attempt begins anew
+            self._discard_checkpoints(
+                job
+            )  # it may fail because of them: the last attempt begins anew
         if left:
             self._submit(job.method, job.part, list(job.units))
         else:
-            self.store.fail([unit.id for unit in job.units], "".join(traceback.format_exception(error)))
+            self.store.fail(
+                [unit.id for unit in job.units], "".join(traceback.format_exception(error))
+            )
 
 
 def _piece(job: Job, steps: float) -> Piece:
@@ -326,7 +403,10 @@ class _Progress:
         if time.time() - self._shown < 1:
             return
         self._shown = time.time()
-        content: dict[str, Any] = {"left": left, "running": {unit.id: job.method for job in jobs for unit in job.units}}
+        content: dict[str, Any] = {
+            "left": left,
+            "running": {unit.id: job.method for job in jobs for unit in job.units},
+        }
         with suppress(InputError):
             write_here(self._path, canonical(content).encode())
 

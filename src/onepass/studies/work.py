@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 # Seconds of waiting for a GPU: until that is said, until it is repeated, and in all.
 SOON, AGAIN, LONGEST = 5.0, 600.0, 86400.0
 
-_one_fleet_at_a_time = threading.Lock()  # in a process: building a model sets the process's random seed for a moment
+_one_fleet_at_a_time = (
+    threading.Lock()
+)  # in a process: building a model sets the process's random seed for a moment
 
 
 class OutOfMemoryError(Exception):
@@ -64,11 +66,20 @@ class Job:
         """Where this fleet's checkpoints are, if the study's folder is in reach."""
         if self.folder is None or not (Path(self.folder) / FILE).is_file():
             return None
-        made_with = software() + (" on a GPU" if self.device.startswith("cuda") else "")  # where rows of theta are padded
-        return Checkpoints(Path(self.folder) / "checkpoints" / self.name, self.name, self.checkpoint_every, made_with)
+        made_with = software() + (
+            " on a GPU" if self.device.startswith("cuda") else ""
+        )  # where rows of theta are padded
+        return Checkpoints(
+            Path(self.folder) / "checkpoints" / self.name,
+            self.name,
+            self.checkpoint_every,
+            made_with,
+        )
 
 
-def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[Record], Provenance]:
+def work(
+    job: Job, progress: Callable[[int], None] | None = None
+) -> tuple[list[Record], Provenance]:
     """Train one fleet; its records in the order of its units."""
     with _one_fleet_at_a_time, _device(job.device, progress) as device:
         too_much = ""
@@ -92,7 +103,9 @@ def work(job: Job, progress: Callable[[int], None] | None = None) -> tuple[list[
             if device.startswith("cuda"):
                 gc.collect()
                 torch.cuda.empty_cache()  # the next fleet may be another process's
-        if too_much:  # not from where it was caught: that error holds on to everything that was in memory
+        if (
+            too_much
+        ):  # not from where it was caught: that error holds on to everything that was in memory
             raise OutOfMemoryError(too_much)
         return records, provenance(device)
 
@@ -116,7 +129,10 @@ def _device(device: str, progress: Callable[[int], None] | None) -> Iterator[str
     if device != "cuda":
         yield device
         return
-    handles = [os.open(_lock_file(number), os.O_RDWR | os.O_CREAT, 0o666) for number in range(torch.cuda.device_count())]
+    handles = [
+        os.open(_lock_file(number), os.O_RDWR | os.O_CREAT, 0o666)
+        for number in range(torch.cuda.device_count())
+    ]
     try:
         yield f"cuda:{_first_free(handles, progress)}"
     finally:
@@ -125,7 +141,10 @@ def _device(device: str, progress: Callable[[int], None] | None) -> Iterator[str
 
 
 def _lock_file(number: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"onepass-{os.getuid()}-{torch.cuda.get_device_properties(number).uuid}.lock"
+    return (
+        Path(tempfile.gettempdir())
+        / f"onepass-{os.getuid()}-{torch.cuda.get_device_properties(number).uuid}.lock"
+    )
 
 
 def _first_free(handles: list[int], progress: Callable[[int], None] | None = None) -> int:
@@ -141,11 +160,15 @@ def _first_free(handles: list[int], progress: Callable[[int], None] | None = Non
             return number
         now = time.monotonic()
         if now - said > AGAIN:
-            log.warning("waiting for a GPU: all are in use by other fleets (process %s)", _holders(handles))
+            log.warning(
+                "waiting for a GPU: all are in use by other fleets (process %s)", _holders(handles)
+            )
             said = now
         if now - began > LONGEST:
             hours = f"{LONGEST / 3600:.0f} hours"
-            raise InputError(f"no GPU became free within {hours} (in use by process {_holders(handles)}): end what uses them, or try later")
+            raise InputError(
+                f"no GPU became free within {hours} (in use by process {_holders(handles)}): end what uses them, or try later"
+            )
         if progress is not None:
             progress(0)  # which raises if the driver was interrupted
         time.sleep(0.1)

@@ -31,7 +31,14 @@ class Tile(NamedTuple):
 
     def fixed(self) -> dict[str, Any]:
         precision = "ieee" if _is_exact() else "tf32"
-        return {"ROWS": self.rows, "INNER": self.inner, "WIDE": self.wide, "PRECISION": precision, "num_warps": self.warps, "num_stages": self.stages}
+        return {
+            "ROWS": self.rows,
+            "INNER": self.inner,
+            "WIDE": self.wide,
+            "PRECISION": precision,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 def _is_exact() -> bool:
@@ -57,27 +64,41 @@ def weight_tile(outputs: int, pixels: int) -> Tile:
     return Tile(32, 64, 64, stages=1) if outputs <= 64 else Tile(32, 128, 128, warps=8, stages=1)
 
 
-@torch.library.custom_op("onepass::convolve", mutates_args=(), schema="(Tensor x, Tensor weight, int stride, int padding) -> Tensor")
+@torch.library.custom_op(
+    "onepass::convolve",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, int stride, int padding) -> Tensor",
+)
 def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     """The convolution of `x` with square weights `[K, C, side, side]`."""
     if not gpu.by_kernels(x, math.prod(_shape(x, weight, stride, padding))):
-        return torch.conv2d(x, weight, stride=stride, padding=padding).contiguous(memory_format=LAST)
+        return torch.conv2d(x, weight, stride=stride, padding=padding).contiguous(
+            memory_format=LAST
+        )
     return _launch(x, weight, stride, padding)
 
 
 @torch.library.custom_op(
-    "onepass::convolve_inputs", mutates_args=(), schema="(Tensor g, Tensor weight, int stride, int padding, int height, int width) -> Tensor"
+    "onepass::convolve_inputs",
+    mutates_args=(),
+    schema="(Tensor g, Tensor weight, int stride, int padding, int height, int width) -> Tensor",
 )
-def convolve_inputs(g: Tensor, weight: Tensor, stride: int, padding: int, height: int, width: int) -> Tensor:
+def convolve_inputs(
+    g: Tensor, weight: Tensor, stride: int, padding: int, height: int, width: int
+) -> Tensor:
     """The gradient by the inputs, images of this height and width, which are multiples of the stride; `g` is that by the output."""
     shape = (len(g), weight.shape[1], height, width)
     if not gpu.by_kernels(g, math.prod(shape)):
         found: Tensor = conv2d_input(shape, weight, g, stride, padding)  # type: ignore[no-untyped-call]
         return found.contiguous(memory_format=LAST)
     outputs, inputs, side, _ = weight.shape
-    turned = torch.empty((inputs, outputs, side, side), device=g.device, dtype=g.dtype, memory_format=LAST)
+    turned = torch.empty(
+        (inputs, outputs, side, side), device=g.device, dtype=g.dtype, memory_format=LAST
+    )
     with gpu.device_of(g):
-        _kernels().turn[(-(-turned.numel() // 1024),)](weight.contiguous(memory_format=LAST), turned, outputs, inputs, side * side, SIZE=1024)
+        _kernels().turn[(-(-turned.numel() // 1024),)](
+            weight.contiguous(memory_format=LAST), turned, outputs, inputs, side * side, SIZE=1024
+        )
     if stride == 1:
         return _launch(g, turned, 1, side - 1 - padding)
     g = g.contiguous(memory_format=LAST)
@@ -86,7 +107,15 @@ def convolve_inputs(g: Tensor, weight: Tensor, stride: int, padding: int, height
     how = tile(inputs, pixels)
     with gpu.device_of(g):
         _kernels().inputs[(-(-pixels // how.rows), -(-inputs // how.wide), stride * stride)](
-            g, turned, found, pixels, **_sizes(g, found), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed()
+            g,
+            turned,
+            found,
+            pixels,
+            **_sizes(g, found),
+            SIDE=side,
+            STRIDE=stride,
+            PAD=padding,
+            **how.fixed(),
         )
     return found
 
@@ -112,18 +141,39 @@ def convolve_norm(
 ) -> Tensor:
     """A convolution, batch-norm by running statistics behind it, the sum with a shortcut and ReLU, as in evaluation."""
     if not gpu.by_kernels(x, math.prod(_shape(x, weight, stride, padding))):
-        out = batch_norm(torch.conv2d(x, weight, stride=stride, padding=padding), mean, variance, gamma, beta, False, 0.0, eps)
+        out = batch_norm(
+            torch.conv2d(x, weight, stride=stride, padding=padding),
+            mean,
+            variance,
+            gamma,
+            beta,
+            False,
+            0.0,
+            eps,
+        )
         out = out if shortcut is None else out + shortcut
         return (out.relu() if relu else out).contiguous(memory_format=LAST)
     return _launch(x, weight, stride, padding, (gamma, beta, mean, variance, eps, shortcut), relu)
 
 
-def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, behind: tuple[Any, ...] = (None,) * 6, relu: bool = False) -> Tensor:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    stride: int,
+    padding: int,
+    behind: tuple[Any, ...] = (None,) * 6,
+    relu: bool = False,
+) -> Tensor:
     x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
-    *statistics, shortcut = (part.contiguous() if isinstance(part, Tensor) and part.dim() == 1 else part for part in behind)
+    *statistics, shortcut = (
+        part.contiguous() if isinstance(part, Tensor) and part.dim() == 1 else part
+        for part in behind
+    )
     shortcut = None if shortcut is None else shortcut.contiguous(memory_format=LAST)
     outputs, _, side, _ = weight.shape
-    out = torch.empty(_shape(x, weight, stride, padding), device=x.device, dtype=x.dtype, memory_format=LAST)
+    out = torch.empty(
+        _shape(x, weight, stride, padding), device=x.device, dtype=x.dtype, memory_format=LAST
+    )
     pixels = out.numel() // outputs
     how = tile(outputs, pixels)
     with gpu.device_of(x):
@@ -134,7 +184,11 @@ def _launch(x: Tensor, weight: Tensor, stride: int, padding: int, behind: tuple[
     return out
 
 
-@torch.library.custom_op("onepass::convolve_weights", mutates_args=(), schema="(Tensor g, Tensor x, int side, int stride, int padding) -> Tensor")
+@torch.library.custom_op(
+    "onepass::convolve_weights",
+    mutates_args=(),
+    schema="(Tensor g, Tensor x, int side, int stride, int padding) -> Tensor",
+)
 def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int) -> Tensor:
     """The gradient by the weights, `[K, C, side, side]`, where `g` is that by the output."""
     if not gpu.by_kernels(x, g.numel()):
@@ -148,17 +202,38 @@ def convolve_weights(g: Tensor, x: Tensor, side: int, stride: int, padding: int)
     programs = min(max(1, PROGRAMS // (blocks[0] * blocks[1])), -(-pixels // how.rows))
     parts = torch.empty((programs, outputs, side, side, inputs), device=x.device, dtype=x.dtype)
     with gpu.device_of(x):
-        _kernels().weights[(programs, *blocks)](x, g, parts, pixels, **_sizes(x, g), SIDE=side, STRIDE=stride, PAD=padding, **how.fixed())
+        _kernels().weights[(programs, *blocks)](
+            x,
+            g,
+            parts,
+            pixels,
+            **_sizes(x, g),
+            SIDE=side,
+            STRIDE=stride,
+            PAD=padding,
+            **how.fixed(),
+        )
     return parts.sum(0).permute(0, 3, 1, 2)
 
 
 def _shape(x: Tensor, weight: Tensor, stride: int, padding: int) -> tuple[int, ...]:
     """Of the result of a convolution."""
-    return len(x), len(weight), *((n + 2 * padding - weight.shape[2]) // stride + 1 for n in x.shape[2:])
+    return (
+        len(x),
+        len(weight),
+        *((n + 2 * padding - weight.shape[2]) // stride + 1 for n in x.shape[2:]),
+    )
 
 
 def _sizes(x: Tensor, out: Tensor) -> dict[str, int]:
-    return {"C": x.shape[1], "H": x.shape[2], "W": x.shape[3], "K": out.shape[1], "HEIGHT": out.shape[2], "WIDTH": out.shape[3]}
+    return {
+        "C": x.shape[1],
+        "H": x.shape[2],
+        "W": x.shape[3],
+        "K": out.shape[1],
+        "HEIGHT": out.shape[2],
+        "WIDTH": out.shape[3],
+    }
 
 
 def _kernels() -> Any:

@@ -7,7 +7,16 @@ from triton import language as tl
 
 
 @triton.jit
-def corners(m, pixels, H: tl.constexpr, W: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr):
+def corners(
+    m,
+    pixels,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAD: tl.constexpr,
+):
     """Where the window of each output pixel begins in its image: row, column, and pixel of all images."""
     y, x = (m // WIDTH) % HEIGHT * STRIDE - PAD, m % WIDTH * STRIDE - PAD
     return tl.where(m < pixels, y, -H - 8), x, (m // (WIDTH * HEIGHT) * H + y) * W + x
@@ -23,7 +32,9 @@ def windows(
     dy, dx = tap // SIDE, tap % SIDE
     row, column = y0[:, None] + dy[None, :], x0[:, None] + dx[None, :]
     inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & (t < SIDE * SIDE * C)[None, :]
-    return tl.load(x + first[:, None] * C + (dy * W + dx)[None, :] * C + c[None, :], mask=inside, other=0.0)
+    return tl.load(
+        x + first[:, None] * C + (dy * W + dx)[None, :] * C + c[None, :], mask=inside, other=0.0
+    )
 
 
 @triton.jit
@@ -44,12 +55,18 @@ def convolve(
         t = start + tl.arange(0, INNER)
         at = t[:, None] + k[None, :] * (taps * C)
         weights = tl.load(w + at, mask=(t < taps * C)[:, None] & (k < K)[None, :], other=0.0)
-        total = tl.dot(windows(x, y0, x0, first, t, H, W, C, SIDE), weights, total, input_precision=PRECISION)
+        total = tl.dot(
+            windows(x, y0, x0, first, t, H, W, C, SIDE), weights, total, input_precision=PRECISION
+        )
     at, mask = m[:, None] * K + k[None, :], (m < pixels)[:, None] & (k < K)[None, :]
     if NORM:
         mine = k < K
-        scale = tl.load(gamma + k, mask=mine, other=0.0) * tl.rsqrt(tl.load(variance + k, mask=mine, other=1.0) + eps)
-        total = (total - tl.load(mean + k, mask=mine, other=0.0)[None, :]) * scale[None, :] + tl.load(beta + k, mask=mine, other=0.0)[None, :]
+        scale = tl.load(gamma + k, mask=mine, other=0.0) * tl.rsqrt(
+            tl.load(variance + k, mask=mine, other=1.0) + eps
+        )
+        total = (total - tl.load(mean + k, mask=mine, other=0.0)[None, :]) * scale[
+            None, :
+        ] + tl.load(beta + k, mask=mine, other=0.0)[None, :]
         if ADDS:
             total += tl.load(shortcut + at, mask=mask, other=0.0)
         if RELU:
@@ -63,7 +80,9 @@ def turn(w, turned, outputs, inputs, taps, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = at < outputs * inputs * taps
     o, tap, i = at % outputs, at // outputs % taps, at // (outputs * taps)
-    tl.store(turned + at, tl.load(w + (o * taps + taps - 1 - tap) * inputs + i, mask=mask), mask=mask)
+    tl.store(
+        turned + at, tl.load(w + (o * taps + taps - 1 - tap) * inputs + i, mask=mask), mask=mask
+    )
 
 
 @triton.jit
@@ -77,7 +96,10 @@ def inputs(
     same remainder by the stride, down and across, are reached by the same taps; a program has pixels of one kind."""
     down, across = tl.program_id(2) // STRIDE, tl.program_id(2) % STRIDE
     top, left = (down + PAD) % STRIDE, (across + PAD) % STRIDE  # the first tap that reaches them
-    many, wide = (SIDE - top + STRIDE - 1) // STRIDE, (SIDE - left + STRIDE - 1) // STRIDE  # how many do, maybe none
+    many, wide = (
+        (SIDE - top + STRIDE - 1) // STRIDE,
+        (SIDE - left + STRIDE - 1) // STRIDE,
+    )  # how many do, maybe none
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     across_image: tl.constexpr = WIDTH // STRIDE
@@ -91,13 +113,19 @@ def inputs(
         t = start + tl.arange(0, INNER)
         dy, dx, c = t // C // tl.maximum(wide, 1), t // C % tl.maximum(wide, 1), t % C
         row, column = y0[:, None] - dy[None, :], x0[:, None] - dx[None, :]
-        inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & (t < many * wide * C)[None, :]
-        seen = tl.load(g + (first[:, None] - (dy * W + dx)[None, :]) * C + c[None, :], mask=inside, other=0.0)
+        inside = (
+            (row >= 0) & (row < H) & (column >= 0) & (column < W) & (t < many * wide * C)[None, :]
+        )
+        seen = tl.load(
+            g + (first[:, None] - (dy * W + dx)[None, :]) * C + c[None, :], mask=inside, other=0.0
+        )
         tap = taps - 1 - (top + dy * STRIDE) * SIDE - (left + dx * STRIDE)
         at = (tap * C + c)[:, None] + k[None, :] * (taps * C)
         right = tl.load(w + at, mask=(t < many * wide * C)[:, None] & (k < K)[None, :], other=0.0)
         total = tl.dot(seen, right, total, input_precision=PRECISION)
-    at = ((image * HEIGHT + y * STRIDE + down) * WIDTH + x * STRIDE + across)[:, None] * K + k[None, :]
+    at = ((image * HEIGHT + y * STRIDE + down) * WIDTH + x * STRIDE + across)[:, None] * K + k[
+        None, :
+    ]
     tl.store(out + at, total, mask=(m < pixels)[:, None] & (k < K)[None, :])
 
 
@@ -123,7 +151,11 @@ def weights(
     for start in range(program * ROWS, pixels, programs * ROWS):
         m = start + tl.arange(0, ROWS)
         y0, x0, first = corners(m, pixels, H, W, HEIGHT, WIDTH, STRIDE, PAD)
-        right = tl.load(g + m[:, None] * K + k[None, :], mask=(m < pixels)[:, None] & (k < K)[None, :], other=0.0)
+        right = tl.load(
+            g + m[:, None] * K + k[None, :],
+            mask=(m < pixels)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
         left = windows(x, y0, x0, first, t, H, W, C, SIDE)
         if PRECISION == "ieee":
             total = tl.dot(tl.trans(left), right, total, input_precision="ieee")

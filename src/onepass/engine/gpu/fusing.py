@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from onepass.engine import gpu
-from onepass.engine.gpu.convolution import convolve, convolve_inputs, convolve_norm, convolve_weights
+from onepass.engine.gpu.convolution import (
+    convolve,
+    convolve_inputs,
+    convolve_norm,
+    convolve_weights,
+)
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.errors import first_line, is_out_of_memory
 
@@ -20,16 +25,38 @@ aten = torch.ops.aten
 NARROW = 160  # channels up to which convolutions are ours; `benchmarks/kernels.py` compares
 
 # The places of weight, bias, running mean and variance, `training`, share and ε in the arguments; the input comes first.
-_NORMS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default}
+_NORMS = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten.cudnn_batch_norm.default,
+}
 # The places of the gradient, the input and the batch's mean.
-_BACKWARDS: dict[Any, tuple[int, int, int]] = {aten.native_batch_norm_backward.default: (0, 1, 5), aten.cudnn_batch_norm_backward.default: (1, 0, 5)}
-_OURS = {operation._opoverload for operation in (convolve, convolve_inputs, convolve_norm, convolve_weights, norm, norm_backward)}
+_BACKWARDS: dict[Any, tuple[int, int, int]] = {
+    aten.native_batch_norm_backward.default: (0, 1, 5),
+    aten.cudnn_batch_norm_backward.default: (1, 0, 5),
+}
+_OURS = {
+    operation._opoverload
+    for operation in (
+        convolve,
+        convolve_inputs,
+        convolve_norm,
+        convolve_weights,
+        norm,
+        norm_backward,
+    )
+}
 
 
 @cache
 def usable(device: torch.device) -> bool:
     """Do our kernels run on this device, and rightly? They are for NVIDIA's GPUs from Ampere on."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0) or not gpu.has_triton():
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or torch.cuda.get_device_capability(device) < (8, 0)
+        or not gpu.has_triton()
+    ):
         return False
     try:
         try_out(device)
@@ -47,10 +74,14 @@ def try_out(device: torch.device) -> None:
 
     Each is compared with float64 on the CPU and given what ours before it have found: a ReLU next to zero would make rounding look like an error.
     """
-    luck = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def images(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=luck, device="cpu").to(device).contiguous(memory_format=torch.channels_last)
+        return (
+            torch.randn(shape, generator=generator, device="cpu")
+            .to(device)
+            .contiguous(memory_format=torch.channels_last)
+        )
 
     def compare(what: str, *pairs: tuple[Tensor, Tensor]) -> None:
         for found, expected in pairs:
@@ -58,7 +89,11 @@ def try_out(device: torch.device) -> None:
             if not off < 5e-3:  # in TF32
                 raise ArithmeticError(f"{what} is off by {off:.2g} of its length")
 
-    x, w, gamma, beta = images(5, 4, 4, 4), images(4, 4, 3, 3), *torch.randn(2, 4, generator=luck, device="cpu").to(device)
+    x, w, gamma, beta = (
+        images(5, 4, 4, 4),
+        images(4, 4, 3, 3),
+        *torch.randn(2, 4, generator=generator, device="cpu").to(device),
+    )
     y, g = convolve(x, w, 1, 1), images(5, 4, 4, 4)
     a, b = (t.cpu().double().requires_grad_() for t in (x, w))
     with torch.enable_grad():
@@ -72,7 +107,9 @@ def try_out(device: torch.device) -> None:
         *found, _ = norm_backward(back, None, inputs, gamma, beta, mean, inverse, None, True, False)
         leaves = [t.cpu().double().requires_grad_() for t in (inputs, gamma, beta)]
         with torch.enable_grad():
-            expected = torch.batch_norm(leaves[0], leaves[1], leaves[2], None, None, True, 0.1, 1e-5, False)
+            expected = torch.batch_norm(
+                leaves[0], leaves[1], leaves[2], None, None, True, 0.1, 1e-5, False
+            )
             gradients = torch.autograd.grad(expected, leaves, (back * (out > 0)).cpu().double())
         compare("batch-norm", (out, expected.detach().relu()))
         compare("its gradient", *zip(found, gradients, strict=True))
@@ -87,9 +124,15 @@ class _OneByOne(fx.Interpreter):
         if target == norm_backward._opoverload:
             args = _without_doubt(args)
         # Before, since running statistics move.
-        expected = target(*(value.double() if isinstance(value, Tensor) else value for value in args))
+        expected = target(
+            *(value.double() if isinstance(value, Tensor) else value for value in args)
+        )
         found = super().call_function(target, args, kwargs)
-        parts = zip(*([part] if isinstance(part, Tensor) else part for part in (found, expected)), _floors(target, args), strict=False)
+        parts = zip(
+            *([part] if isinstance(part, Tensor) else part for part in (found, expected)),
+            _floors(target, args),
+            strict=False,
+        )
         for one, other, floor in parts:
             relative = max(1e-3, 8 * torch.finfo(one.dtype).eps)
             if not float((one - other).norm()) <= relative * float(other.norm()) + floor:
@@ -102,7 +145,10 @@ def _without_doubt(args: Any) -> Any:
     g, more, x, weight, bias, mean, inverse, out, relu, keep = args
     if not relu or out is not None:
         return args
-    exact, gamma, beta, m, scale = (t.double() if t is x else t.double()[:, None, None] for t in (x, weight, bias, mean, inverse))
+    exact, gamma, beta, m, scale = (
+        t.double() if t is x else t.double()[:, None, None]
+        for t in (x, weight, bias, mean, inverse)
+    )
     terms = (gamma * scale).abs() * (exact.abs() + m.abs()) + beta.abs()
     doubtful = (gamma * scale * (exact - m) + beta).abs() < 1e-5 * terms
     g, more = (None if t is None else t.masked_fill(doubtful, 0.0) for t in (g, more))
@@ -148,14 +194,36 @@ def fuse_answers(graph: fx.Graph) -> None:
 def _answer(graph: fx.Graph, node: fx.Node) -> None:
     x, gamma, beta, mean, variance, training, _, eps = _arguments(node)
     items = _items(node)
-    if training is not False or None in (gamma, beta, mean, variance) or 0 not in items or any(items[number].users for number in items if number):
+    if (
+        training is not False
+        or None in (gamma, beta, mean, variance)
+        or 0 not in items
+        or any(items[number].users for number in items if number)
+    ):
         return
-    if x.target != aten.convolution.default or len(x.users) > 1 or not _is_plain(x, x) or _written(x, node, *_arguments(x)[:2]):
+    if (
+        x.target != aten.convolution.default
+        or len(x.users) > 1
+        or not _is_plain(x, x)
+        or _written(x, node, *_arguments(x)[:2])
+    ):
         return
     shortcut, total, relu = _behind(node, items[0])
     images, weight, _, stride, padding, *_ = _arguments(x)
     with graph.inserting_before(node):
-        arguments = (images, weight, stride[0], padding[0], gamma, beta, mean, variance, eps, shortcut, relu is not None)
+        arguments = (
+            images,
+            weight,
+            stride[0],
+            padding[0],
+            gamma,
+            beta,
+            mean,
+            variance,
+            eps,
+            shortcut,
+            relu is not None,
+        )
         made = graph.call_function(convolve_norm._opoverload, arguments)
     made.meta = dict(items[0].meta)
     for replaced in (items[0], relu):
@@ -167,11 +235,21 @@ def _answer(graph: fx.Graph, node: fx.Node) -> None:
 def _forward(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, bias, mean, variance, training, share, eps = _arguments(node)
     items = _items(node)
-    if training is not True or weight is None or bias is None or not _is_dense(x) or 0 not in items or not _are_rows(mean, variance):
+    if (
+        training is not True
+        or weight is None
+        or bias is None
+        or not _is_dense(x)
+        or 0 not in items
+        or not _are_rows(mean, variance)
+    ):
         return
     shortcut, total, relu = _behind(node, items[0])
     with graph.inserting_before(node):
-        made = graph.call_function(norm._opoverload, (x, weight, bias, shortcut, mean, variance, share, eps, relu is not None))
+        made = graph.call_function(
+            norm._opoverload,
+            (x, weight, bias, shortcut, mean, variance, share, eps, relu is not None),
+        )
         new = [_item(graph, made, number, items.get(number)) for number in range(3)]
     for number in items.keys() & {0, 1, 2}:
         items[number].replace_all_uses_with(new[number])
@@ -186,8 +264,18 @@ def _behind(node: fx.Node, out: fx.Node) -> tuple[fx.Node | None, fx.Node | None
     relu = None if total is None or total.kwargs else _only_user(total, aten.relu.default)
     if total is not None and relu is not None:
         other = next((part for part in total.args if part is not out), None)
-        alike = isinstance(other, fx.Node) and _is_dense(other) and _is_dense(total) and _shape(other) == _shape(out)
-        if isinstance(other, fx.Node) and alike and other < node and not _written(node, total, other):
+        alike = (
+            isinstance(other, fx.Node)
+            and _is_dense(other)
+            and _is_dense(total)
+            and _shape(other) == _shape(out)
+        )
+        if (
+            isinstance(other, fx.Node)
+            and alike
+            and other < node
+            and not _written(node, total, other)
+        ):
             return other, total, relu
     return None, None, _only_user(out, aten.relu.default)
 
@@ -196,7 +284,9 @@ def _written(first: fx.Node, last: fx.Node, *read: fx.Node) -> bool:
     """Is something between two operations written that shares memory with what is read?"""
     roots, node = {_root(part) for part in read}, first.next
     while node is not last:
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", False) and roots & {_root(part) for part in node.all_input_nodes}:
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False) and roots & {
+            _root(part) for part in node.all_input_nodes
+        }:
             return True
         node = node.next
     return False
@@ -220,13 +310,22 @@ def _backward(graph: fx.Graph, node: fx.Node) -> None:
     _, weight, bias, shortcut, *_, relu = forward.args
     found, items = _items(forward), _items(node)
     masked = total = more = out = None
-    behind = g.target == aten.threshold_backward.default and g.args[2] == 0 and _shape(g.args[1]) == _shape(x)
+    behind = (
+        g.target == aten.threshold_backward.default
+        and g.args[2] == 0
+        and _shape(g.args[1]) == _shape(x)
+    )
     if behind and not any(user < node for user in g.users) and (len(g.users) == 1 or _is_dense(g)):
         masked = g
         g, out, _ = _arguments(masked)
         if relu and shortcut is None and out is found[0]:
             out = None  # the input tells it, which is read anyway
-        if g.target == aten.add.Tensor and not g.kwargs and len(g.users) == 1 and all(_shape(part) == _shape(x) for part in g.args):
+        if (
+            g.target == aten.add.Tensor
+            and not g.kwargs
+            and len(g.users) == 1
+            and all(_shape(part) == _shape(x) for part in g.args)
+        ):
             total, (g, more) = g, g.args
     keep = masked is not None and len(masked.users) > 1
     with graph.inserting_before(node):
@@ -237,8 +336,14 @@ def _backward(graph: fx.Graph, node: fx.Node) -> None:
         item.replace_all_uses_with(new[number])
     rest = _arguments(node)[8] if node.target == aten.cudnn_batch_norm_backward.default else None
     _erase(graph, *items.values(), node)
-    while isinstance(rest, fx.Node) and not rest.users:  # what cuDNN keeps for itself, and with it the batch-norm that ours replaced
-        before = rest.args[0] if rest.op == "call_function" and rest.target in (getitem, aten.clone.default) else None
+    while (
+        isinstance(rest, fx.Node) and not rest.users
+    ):  # what cuDNN keeps for itself, and with it the batch-norm that ours replaced
+        before = (
+            rest.args[0]
+            if rest.op == "call_function" and rest.target in (getitem, aten.clone.default)
+            else None
+        )
         graph.erase_node(rest)
         rest = before
     if masked is not None:
@@ -261,7 +366,9 @@ def _convolve_backward(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         made = {1: graph.call_function(convolve_weights._opoverload, (g, x, side, stride, padding))}
         if wanted[0]:
-            made[0] = graph.call_function(convolve_inputs._opoverload, (g, weight, stride, padding, *size))
+            made[0] = graph.call_function(
+                convolve_inputs._opoverload, (g, weight, stride, padding, *size)
+            )
     for number in made.keys() & items.keys():
         made[number].meta = dict(items[number].meta)
         items[number].replace_all_uses_with(made[number])
@@ -276,7 +383,9 @@ def _ours(node: fx.Node, out: Any) -> bool:
     """
     if not _is_plain(node, out):
         return False
-    outputs, inputs, *_ = _shape(node.args[2] if node.target == aten.convolution_backward.default else node.args[1])
+    outputs, inputs, *_ = _shape(
+        node.args[2] if node.target == aten.convolution_backward.default else node.args[1]
+    )
     return bool(inputs <= outputs <= NARROW)
 
 
@@ -284,12 +393,25 @@ def _is_plain(node: fx.Node, out: Any) -> bool:
     """Is it one of those that they do?"""
     backward = node.target == aten.convolution_backward.default
     x, weight, bias = (*_arguments(node)[1:3], None) if backward else _arguments(node)[:3]
-    stride, padding, dilation, transposed, _, groups = _arguments(node)[4:10] if backward else _arguments(node)[3:9]
+    stride, padding, dilation, transposed, _, groups = (
+        _arguments(node)[4:10] if backward else _arguments(node)[3:9]
+    )
     if bias is not None or transposed or groups != 1 or not _is_dense(x) or not _is_dense(out):
         return False
     side = _shape(weight)[2]
-    square = [*_shape(weight)[2:], *dilation, *stride, *padding] == [side, side, 1, 1, stride[0], stride[0], padding[0], padding[0]]
-    whole = not backward or not any(n % stride[0] for n in _shape(x)[2:])  # the gradient by the inputs wants that
+    square = [*_shape(weight)[2:], *dilation, *stride, *padding] == [
+        side,
+        side,
+        1,
+        1,
+        stride[0],
+        stride[0],
+        padding[0],
+        padding[0],
+    ]
+    whole = not backward or not any(
+        n % stride[0] for n in _shape(x)[2:]
+    )  # the gradient by the inputs wants that
     plain = side in (1, 3) and padding[0] < side and stride[0] <= 4 and square and whole
     return plain and (not backward or node.args[-1][1:] == [True, False])  # type: ignore[index]
 
@@ -328,7 +450,9 @@ def _item(graph: fx.Graph, made: fx.Node, number: int, like: fx.Node | None) -> 
 
 
 def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
-    return next((user for user in node.users if len(node.users) == 1 and user.target == target), None)
+    return next(
+        (user for user in node.users if len(node.users) == 1 and user.target == target), None
+    )
 
 
 def _erase(graph: fx.Graph, *nodes: fx.Node | None) -> None:

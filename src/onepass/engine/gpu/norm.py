@@ -20,7 +20,12 @@ from torch import Tensor
 from onepass.engine import gpu
 
 SMALL = 2048  # rows that one kernel does alone
-TILE, WIDE, WARPS, MOST = 4096, 32, 4, 528  # numbers of a tile, how many channels it has, warps that have one, and programs
+TILE, WIDE, WARPS, MOST = (
+    4096,
+    32,
+    4,
+    528,
+)  # numbers of a tile, how many channels it has, warps that have one, and programs
 PARTS = 128  # sums of programs that whoever wants to know adds up; more are added up by a kernel of their own
 LAST = torch.channels_last
 
@@ -47,12 +52,19 @@ def norm(
     if not gpu.by_kernels(x):
         variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
         inverse = (variance + eps).rsqrt()
-        out = _wide(inverse * weight) * (x - _wide(mean)) + _wide(bias) + (0 if shortcut is None else shortcut)
+        out = (
+            _wide(inverse * weight) * (x - _wide(mean))
+            + _wide(bias)
+            + (0 if shortcut is None else shortcut)
+        )
         if running_mean is not None and running_var is not None:
             running_mean.lerp_(mean, share)
             running_var.lerp_(variance * rows / (rows - 1), share)
         return (out.relu() if relu else out).contiguous(memory_format=LAST), mean, inverse
-    x, shortcut = x.contiguous(memory_format=LAST), None if shortcut is None else shortcut.contiguous(memory_format=LAST)
+    x, shortcut = (
+        x.contiguous(memory_format=LAST),
+        None if shortcut is None else shortcut.contiguous(memory_format=LAST),
+    )
     weight, bias = weight.contiguous(), bias.contiguous()
     out, mean, inverse = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     plan, kernels = _Plan(rows, channels), _kernels()
@@ -65,7 +77,9 @@ def norm(
         sums = x.new_empty(plan.parts, 2, channels)
         kernels.moments[(plan.parts, plan.blocks)](x, sums, rows, **plan.fixed)
         parts = _total(sums, plan)
-        kernels.normalise[(plan.parts, plan.blocks)](x, shortcut, weight, bias, *rest, sums, parts, PARTS=PARTS, **plan.fixed, **how)
+        kernels.normalise[(plan.parts, plan.blocks)](
+            x, shortcut, weight, bias, *rest, sums, parts, PARTS=PARTS, **plan.fixed, **how
+        )
     return out, mean, inverse
 
 
@@ -76,18 +90,34 @@ def norm(
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def norm_backward(
-    g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, out: Tensor | None, relu: bool, keep: bool
+    g: Tensor,
+    more: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    out: Tensor | None,
+    relu: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`∂x`, `∂γ`, `∂β` and, with `keep`, `z`. Where `relu`, `out` tells its derivative, or, if there was no shortcut, `x` does."""
     if not gpu.by_kernels(x):
         hat = (x - _wide(mean)) * _wide(inverse)
         z = g if more is None else g + more
         if relu:
-            z = torch.where((_wide(weight) * hat + _wide(bias) if out is None else out) <= 0, 0.0, z)
+            z = torch.where(
+                (_wide(weight) * hat + _wide(bias) if out is None else out) <= 0, 0.0, z
+            )
         ones, products = z.sum((0, 2, 3)), (z * hat).sum((0, 2, 3))
         count = x.numel() // x.shape[1]
         gx = _wide(weight * inverse) * (z - _wide(ones / count) - hat * _wide(products / count))
-        return gx.contiguous(memory_format=LAST), products, ones, z.contiguous(memory_format=LAST).clone() if keep else z.new_empty(0)
+        return (
+            gx.contiguous(memory_format=LAST),
+            products,
+            ones,
+            z.contiguous(memory_format=LAST).clone() if keep else z.new_empty(0),
+        )
     g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
     weight, bias, mean, inverse = (t.contiguous() for t in (weight, bias, mean, inverse))
     more, out = (None if t is None else t.contiguous(memory_format=LAST) for t in (more, out))
@@ -98,15 +128,63 @@ def norm_backward(
     how = {"RELU": relu, "BY_OUT": out is not None, "MORE": more is not None}
     with gpu.device_of(x):
         if plan.alone:
-            kernels.alone_backward[(plan.blocks,)](g, more, x, weight, bias, mean, inverse, out, gx, gw, gb, z, rows, KEEP=keep, **plan.fixed, **how)
+            kernels.alone_backward[(plan.blocks,)](
+                g,
+                more,
+                x,
+                weight,
+                bias,
+                mean,
+                inverse,
+                out,
+                gx,
+                gw,
+                gb,
+                z,
+                rows,
+                KEEP=keep,
+                **plan.fixed,
+                **how,
+            )
             return gx, gw, gb, z
         sums = x.new_empty(plan.parts, 2, channels)
-        kernels.products[(plan.parts, plan.blocks)](g, more, x, weight, bias, mean, inverse, out, z, sums, rows, KEEP=keep, **plan.fixed, **how)
+        kernels.products[(plan.parts, plan.blocks)](
+            g,
+            more,
+            x,
+            weight,
+            bias,
+            mean,
+            inverse,
+            out,
+            z,
+            sums,
+            rows,
+            KEEP=keep,
+            **plan.fixed,
+            **how,
+        )
         parts = _total(sums, plan)
         if keep:
             g, more, out, how = z, None, None, dict.fromkeys(how, False)
         kernels.spread[(plan.parts, plan.blocks)](
-            g, more, x, weight, bias, mean, inverse, out, sums, gx, gw, gb, rows, parts, PARTS=PARTS, **plan.fixed, **how
+            g,
+            more,
+            x,
+            weight,
+            bias,
+            mean,
+            inverse,
+            out,
+            sums,
+            gx,
+            gw,
+            gb,
+            rows,
+            parts,
+            PARTS=PARTS,
+            **plan.fixed,
+            **how,
         )
     return gx, gw, gb, z
 
@@ -141,7 +219,9 @@ def _total(sums: Tensor, plan: _Plan) -> int:
     """How many parts of the sums are left: many are added up once, few by whoever wants to know."""
     if plan.parts <= PARTS:
         return plan.parts
-    _kernels().total[(-(-sums.shape[2] // 4),)](sums, plan.parts, C=sums.shape[2], WIDE=4, PARTS=512)
+    _kernels().total[(-(-sums.shape[2] // 4),)](
+        sums, plan.parts, C=sums.shape[2], WIDE=4, PARTS=512
+    )
     return 1
 
 

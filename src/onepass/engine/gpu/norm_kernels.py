@@ -39,7 +39,9 @@ def about(x, rows, c, mine, C: tl.constexpr, ROWS: tl.constexpr):
     """The mean of the first rows of each column."""
     row = tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & mine[None, :]
-    return tl.sum(tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0), 0) / tl.minimum(rows, ROWS)
+    return tl.sum(tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0), 0) / tl.minimum(
+        rows, ROWS
+    )
 
 
 @triton.jit
@@ -77,9 +79,14 @@ def note(
     tl.store(means + c, mean, mask=mine)
     tl.store(inverses + c, inverse, mask=mine)
     if MOVES:
-        before, spread = tl.load(running_mean + c, mask=mine, other=0.0), tl.load(running_var + c, mask=mine, other=0.0)
+        before, spread = (
+            tl.load(running_mean + c, mask=mine, other=0.0),
+            tl.load(running_var + c, mask=mine, other=0.0),
+        )
         tl.store(running_mean + c, before + share * (mean - before), mask=mine)
-        tl.store(running_var + c, spread + share * (variance * (rows / (rows - 1.0)) - spread), mask=mine)
+        tl.store(
+            running_var + c, spread + share * (variance * (rows / (rows - 1.0)) - spread), mask=mine
+        )
 
 
 @triton.jit
@@ -95,8 +102,24 @@ def normalise(
     variance = tl.maximum(second / rows - first * first, 0.0, propagate_nan=tl.PropagateNan.ALL)
     inverse = tl.rsqrt(variance + eps)
     if program == 0:
-        note(c, mine, mean, inverse, variance, means, inverses, running_mean, running_var, share, rows, MOVES)
-    scale, shift = tl.load(weight + c, mask=mine, other=0.0) * inverse, tl.load(bias + c, mask=mine, other=0.0)
+        note(
+            c,
+            mine,
+            mean,
+            inverse,
+            variance,
+            means,
+            inverses,
+            running_mean,
+            running_var,
+            share,
+            rows,
+            MOVES,
+        )
+    scale, shift = (
+        tl.load(weight + c, mask=mine, other=0.0) * inverse,
+        tl.load(bias + c, mask=mine, other=0.0),
+    )
     for start in range(program * ROWS, rows, programs * ROWS):
         row = start + tl.arange(0, ROWS)
         mask, at = (row < rows)[:, None] & mine[None, :], row[:, None] * C + c[None, :]
@@ -117,8 +140,24 @@ def alone(
     far = tl.where(mask, v - mean[None, :], 0.0)
     variance = tl.sum(far * far, 0) / rows
     inverse = tl.rsqrt(variance + eps)
-    note(c, mine, mean, inverse, variance, means, inverses, running_mean, running_var, share, rows, MOVES)
-    scale, shift = tl.load(weight + c, mask=mine, other=0.0) * inverse, tl.load(bias + c, mask=mine, other=0.0)
+    note(
+        c,
+        mine,
+        mean,
+        inverse,
+        variance,
+        means,
+        inverses,
+        running_mean,
+        running_var,
+        share,
+        rows,
+        MOVES,
+    )
+    scale, shift = (
+        tl.load(weight + c, mask=mine, other=0.0) * inverse,
+        tl.load(bias + c, mask=mine, other=0.0),
+    )
     tl.store(out + at, answer(v, mean, scale, shift, shortcut, at, mask, RELU, ADDS), mask=mask)
 
 
@@ -134,7 +173,9 @@ def derived(
         z += tl.load(more + at, mask=mask, other=0.0)
     if RELU:
         if BY_OUT:
-            z = tl.where(tl.load(out + at, mask=mask, other=0.0) <= 0, 0.0, z)  # what is not a number lets a gradient through, as torch does
+            z = tl.where(
+                tl.load(out + at, mask=mask, other=0.0) <= 0, 0.0, z
+            )  # what is not a number lets a gradient through, as torch does
         else:
             z = tl.where(far * scale[None, :] + shift[None, :] <= 0, 0.0, z)
     return z, far * inverse[None, :]
@@ -143,7 +184,10 @@ def derived(
 @triton.jit
 def constants(weight, bias, means, inverses, c, mine):
     inverse = tl.load(inverses + c, mask=mine, other=0.0)
-    scale, shift = tl.load(weight + c, mask=mine, other=0.0) * inverse, tl.load(bias + c, mask=mine, other=0.0)
+    scale, shift = (
+        tl.load(weight + c, mask=mine, other=0.0) * inverse,
+        tl.load(bias + c, mask=mine, other=0.0),
+    )
     return tl.load(means + c, mask=mine, other=0.0), inverse, scale, shift
 
 

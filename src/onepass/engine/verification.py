@@ -23,7 +23,7 @@ from onepass.engine.gpu.fusing import check_kernels
 from onepass.errors import first_line, is_out_of_memory
 
 
-class Judged(Protocol):
+class Traced(Protocol):
     """What a program was traced from: `engine.gradients` has it."""
 
     @property
@@ -34,7 +34,14 @@ class Judged(Protocol):
     def safe(self, arguments: Sequence[Tensor]) -> list[Tensor]: ...
 
 
-def is_right(row: Judged, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float) -> bool:
+def verify_trace(
+    row: Traced,
+    made: GraphModule,
+    arguments: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    stacked: bool,
+    within: float,
+) -> bool:
     """Raise unless the program is right, or off by no more than `within`; False if all runs have diverged or nothing to learn, so that none can tell.
 
     Float64 takes a GPU long: `within` is wide for programs that were made from judged ones.
@@ -45,7 +52,15 @@ def is_right(row: Judged, made: GraphModule, arguments: Sequence[Tensor], output
         reason = str(off)
     try:
         with _in_double():
-            if not _compare(row, made, [_double(t) for t in arguments], [_double(t) for t in outputs], stacked, 1e-6, 1e-9):
+            if not _compare(
+                row,
+                made,
+                [_double(t) for t in arguments],
+                [_double(t) for t in outputs],
+                stacked,
+                1e-6,
+                1e-9,
+            ):
                 raise ArithmeticError("nothing is finite")
         check_kernels(made, [*row.safe(arguments), *(torch.empty_like(place) for place in outputs)])
         return True
@@ -56,12 +71,22 @@ def is_right(row: Judged, made: GraphModule, arguments: Sequence[Tensor], output
 
 
 def _compare(
-    row: Judged, made: GraphModule, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool, within: float, floor: float
+    row: Traced,
+    made: GraphModule,
+    arguments: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    stacked: bool,
+    within: float,
+    floor: float,
 ) -> bool:
     """Raise if gradients or buffers are further off than `within` of their length, and than `floor` of the longest; False if no run's tell."""
     result, changed = [torch.empty_like(place) for place in outputs], row.safe(arguments)
     made.forward(*changed, *result)
-    samples = list(zip(rows_of(arguments), rows_of(changed), rows_of(result), strict=True)) if stacked else [(arguments, changed, result)]
+    samples = (
+        list(zip(rows_of(arguments), rows_of(changed), rows_of(result), strict=True))
+        if stacked
+        else [(arguments, changed, result)]
+    )
     buffers = slice(len(row.architecture.names), len(row.architecture.names) + len(row.buffers))
     judged = 0
     for original, after, found in samples:
@@ -73,8 +98,12 @@ def _compare(
             for one, other, scale in zip(expected, values, scales, strict=True):
                 error = float((one.double() - other.double()).norm())
                 if math.isfinite(scale) and not error <= within * scale + least:
-                    raise ArithmeticError(f"its gradient is off by {error / max(scale, 1e-12):.2g} of its length")
-        judged += all(bool(gradient.isfinite().all()) for gradient in gradients) and any(bool(gradient.any()) for gradient in gradients)
+                    raise ArithmeticError(
+                        f"its gradient is off by {error / max(scale, 1e-12):.2g} of its length"
+                    )
+        judged += all(bool(gradient.isfinite().all()) for gradient in gradients) and any(
+            bool(gradient.any()) for gradient in gradients
+        )
         if judged == 2:  # runs are enough
             break
     return judged > 0

@@ -7,26 +7,28 @@ import pytest
 import torch
 from scipy import stats
 
-from onepass.draws import Purpose, Source, uniform_at
+from onepass.random_numbers import Purpose, RandomNumbers, uniform_at
 
 
 def test_a_draw_depends_on_seed_purpose_step_and_index_and_on_nothing_else() -> None:
-    many = Source([3, 4, 5], Purpose.ORDER).bits(torch.tensor([7, 8, 9]), 20)
-    assert torch.equal(many[1], Source([4], Purpose.ORDER).bits(8, 20)[0])
-    assert torch.equal(many[:, :5], Source([3, 4, 5], Purpose.ORDER).bits(torch.tensor([7, 8, 9]), 5))
-    assert not torch.equal(many[1], Source([4], Purpose.REFERENCE).bits(8, 20)[0])
+    many = RandomNumbers([3, 4, 5], Purpose.ORDER).bits(torch.tensor([7, 8, 9]), 20)
+    assert torch.equal(many[1], RandomNumbers([4], Purpose.ORDER).bits(8, 20)[0])
+    assert torch.equal(
+        many[:, :5], RandomNumbers([3, 4, 5], Purpose.ORDER).bits(torch.tensor([7, 8, 9]), 5)
+    )
+    assert not torch.equal(many[1], RandomNumbers([4], Purpose.REFERENCE).bits(8, 20)[0])
     assert len(set(many.flatten().tolist())) == 60
 
 
 def test_draws_leave_torchs_own_generator_alone() -> None:
     before = torch.get_rng_state()
-    Source([1], Purpose.REFERENCE).sample(0, [1000], 10)
+    RandomNumbers([1], Purpose.REFERENCE).sample(0, [1000], 10)
     assert torch.equal(before, torch.get_rng_state())
 
 
 STANDING_STILL = """
 import gc, sys, threading, time, torch
-from onepass.draws import torch_seeded
+from onepass.random_numbers import torch_seeded
 
 class Garbage:  # Python collects it while torch makes the object of a state, and runs another thread
     def __init__(self): self.me = self
@@ -53,11 +55,11 @@ def test_threads_that_seed_torch_do_not_stand_still() -> None:
 def test_known_values_stay_what_they_are() -> None:
     """Results of the past can be repeated only if these never change; computed once with unlimited integers."""
     known = [[4720248854425330031, 1629287585893752162], [7982734928498899980, 7851527857629710090]]
-    assert Source([0, 1], Purpose.ORDER).bits(0, 2).tolist() == known
+    assert RandomNumbers([0, 1], Purpose.ORDER).bits(0, 2).tolist() == known
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    values = Source(range(10), Purpose.ORDER).uniform(5, 10_000).flatten()
+    values = RandomNumbers(range(10), Purpose.ORDER).uniform(5, 10_000).flatten()
     assert values.min() >= 0
     assert values.max() < 1
     assert stats.kstest(values.numpy(), "uniform").pvalue > 1e-3
@@ -66,47 +68,60 @@ def test_uniform_numbers_are_uniform() -> None:
 
 
 def test_numbers_can_be_had_by_place() -> None:
-    source = Source([5, 6], Purpose.RESERVOIR)
+    source = RandomNumbers([5, 6], Purpose.RESERVOIR)
     everything = source.uniform(3, 50)
     places = torch.tensor([[4, 49], [0, 7]])
     assert torch.equal(uniform_at(source.key(3), places), everything.gather(1, places))
 
 
 def test_permutations_of_short_rows_come_first_and_are_complete() -> None:
-    order = Source([1, 2], Purpose.ORDER).permutation(0, [5, 9])
+    order = RandomNumbers([1, 2], Purpose.ORDER).permutation(0, [5, 9])
     assert sorted(order[0, :5].tolist()) == list(range(5))
     assert sorted(order[1].tolist()) == list(range(9))
 
 
 @pytest.mark.parametrize(("population", "count"), [(40, 12), (12, 12), (500, 12), (100_000, 256)])
 def test_samples_are_distinct_members_of_the_population(population: int, count: int) -> None:
-    drawn = Source(range(50), Purpose.REFERENCE).sample(torch.arange(50), [population] * 50, count)
+    drawn = RandomNumbers(range(50), Purpose.REFERENCE).sample(
+        torch.arange(50), [population] * 50, count
+    )
     assert drawn.shape == (50, count)
     assert drawn.min() >= 0
     assert drawn.max() < population
     assert all(len(set(row)) == count for row in drawn.tolist())
 
 
-@pytest.mark.parametrize(("population", "count"), [(20, 6), (60, 6)])  # permuted, and drawn with rejection
-def test_every_member_and_every_pair_is_equally_likely_in_a_sample(population: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("population", "count"), [(20, 6), (60, 6)]
+)  # permuted, and drawn with rejection
+def test_every_member_and_every_pair_is_equally_likely_in_a_sample(
+    population: int, count: int
+) -> None:
     rows = 20_000
-    drawn = Source([7] * rows, Purpose.REFERENCE).sample(torch.arange(rows), [population] * rows, count)
+    drawn = RandomNumbers([7] * rows, Purpose.REFERENCE).sample(
+        torch.arange(rows), [population] * rows, count
+    )
     members = torch.bincount(drawn.flatten(), minlength=population)
     assert stats.chisquare(members.numpy()).pvalue > 1e-3
-    first_two = torch.bincount(drawn[:, 0] * population + drawn[:, 1], minlength=population**2).view(population, population)
+    first_two = torch.bincount(
+        drawn[:, 0] * population + drawn[:, 1], minlength=population**2
+    ).view(population, population)
     off_diagonal = first_two[~torch.eye(population, dtype=torch.bool)]
     assert first_two.diagonal().sum() == 0
     assert stats.chisquare(off_diagonal.numpy()).pvalue > 1e-3
 
 
 def test_rows_of_unequal_population_stay_inside_their_own() -> None:
-    drawn = Source([1, 2], Purpose.REFERENCE).sample(0, [50, 5000], 10)
+    drawn = RandomNumbers([1, 2], Purpose.REFERENCE).sample(0, [50, 5000], 10)
     assert drawn[0].max() < 50
     assert drawn[1].max() >= 50
 
 
 def test_a_row_is_drawn_as_if_alone_whatever_the_populations_of_its_neighbours() -> None:
     step, populations = torch.tensor([3, 4, 5, 6]), [5000, 30, 12, 400]
-    together = Source([1, 2, 3, 4], Purpose.REFERENCE).sample(step, populations, 10)
+    together = RandomNumbers([1, 2, 3, 4], Purpose.REFERENCE).sample(step, populations, 10)
     for r, population in enumerate(populations):
-        assert torch.equal(together[r], Source([r + 1], Purpose.REFERENCE).sample(int(step[r]), [population], 10)[0])
+        assert torch.equal(
+            together[r],
+            RandomNumbers([r + 1], Purpose.REFERENCE).sample(int(step[r]), [population], 10)[0],
+        )

@@ -67,5 +67,11 @@ class Guard:
             what = f"all that is finished was saved as {self._saved_as}"
         except (StorageError, sqlite3.Error):
             what = "what was finished could not be saved"
-        go_on = "give the same command again to go on" if self._saved_as == self._path else "look which of the two files you want to go on with"
-        raise InputError(f"{self._path} was removed or replaced while the study ran; {what}: {go_on}")
+        go_on = (
+            "give the same command again to go on"
+            if self._saved_as == self._path
+            else "look which of the two files you want to go on with"
+        )
+        raise InputError(
+            f"{self._path} was removed or replaced while the study ran; {what}: {go_on}"
+        )

@@ -32,15 +32,24 @@ from onepass.engine import gpu
 Array = NDArray[np.float64]
 
 # Powers of two, which a kernel has as they are: it rounds its constants to float32.
-NOISE = 2.0**-16  # above the norm of the errors of a scaled Gram matrix of 100 constraints, each an error of 1e-6, as of sums in float32
+NOISE = (
+    2.0**-16
+)  # above the norm of the errors of a scaled Gram matrix of 100 constraints, each an error of 1e-6, as of sums in float32
 SLACK = 2.0**-33  # relative; a value above −SLACK is not negative
 TINY = 1e-30  # the square of a gradient that is no constraint
 STEPS = 32  # proximal ones; 2e-6 is left along an eigenvalue of noise / 2
 PATIENCE, MOST = 3, 50  # exchanges a constraint: before the least index is taken, and in all
-WARPS = {16: 1, 32: 2, 64: 8, 128: 16}  # by the side of the tableau, whose float64 then fit into their registers
+WARPS = {
+    16: 1,
+    32: 2,
+    64: 8,
+    128: 16,
+}  # by the side of the tableau, whose float64 then fit into their registers
 
 
-def solve(gram: Tensor, products: Tensor, margin: Tensor, ridge: float = 0.0, noise: float = NOISE) -> tuple[Tensor, Tensor]:
+def solve(
+    gram: Tensor, products: Tensor, margin: Tensor, ridge: float = 0.0, noise: float = NOISE
+) -> tuple[Tensor, Tensor]:
     """`v [R, n]` of the Gram matrices `[R, n, n]` and products `[R, n]` (float64) and margins `[R]`, and which runs are solved `[R]`.
 
     Everything is scaled to a unit diagonal. A gradient of zero is no constraint: its `v` is the margin. Not solved, and the margin too, is a run
@@ -57,7 +66,9 @@ def solve(gram: Tensor, products: Tensor, margin: Tensor, ridge: float = 0.0, no
     finite = gram.isfinite().flatten(1).all(1) & products.isfinite().all(1)
     absent = ~((diagonal > TINY) & finite[:, None])
     lengths = (diagonal + ridge).masked_fill(absent, 1).sqrt()
-    matrix = (gram / lengths[:, :, None] / lengths[:, None, :]).masked_fill(absent[:, :, None] | absent[:, None, :], 0)
+    matrix = (gram / lengths[:, :, None] / lengths[:, None, :]).masked_fill(
+        absent[:, :, None] | absent[:, None, :], 0
+    )
     matrix.diagonal(dim1=1, dim2=2).fill_(1 + noise)
     q = ((products + (gram.sum(2) + ridge) * least) / lengths).masked_fill(absent, 0)
     size = q.abs().amax(1, keepdim=True)
@@ -74,9 +85,14 @@ def available(n: int = 1) -> bool:
 
 
 def _on_host(matrices: Tensor, starts: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-    found = [_pivoted(s.copy(), c.copy(), noise) for s, c in zip(matrices.cpu().numpy(), starts.cpu().numpy(), strict=True)]
+    found = [
+        _pivoted(s.copy(), c.copy(), noise)
+        for s, c in zip(matrices.cpu().numpy(), starts.cpu().numpy(), strict=True)
+    ]
     u = torch.from_numpy(np.stack([u for u, _ in found]))
-    return u.to(matrices.device), torch.tensor([ended for _, ended in found], device=matrices.device)
+    return u.to(matrices.device), torch.tensor(
+        [ended for _, ended in found], device=matrices.device
+    )
 
 
 def _pivoted(s: Array, c: Array, noise: float) -> tuple[Array, bool]:
@@ -92,7 +108,9 @@ def _pivoted(s: Array, c: Array, noise: float) -> tuple[Array, bool]:
         diagonal = s.diagonal()
         # A large u, of almost dependent constraints, has a large rounding error too. And a matrix that is positive semidefinite up to noise / 2
         # has no pivot below that: such an index is left out.
-        values = np.where((sign > 0) & (diagonal < noise / 2), 0, sign * c) / np.sqrt(np.maximum(np.abs(diagonal), 1))
+        values = np.where((sign > 0) & (diagonal < noise / 2), 0, sign * c) / np.sqrt(
+            np.maximum(np.abs(diagonal), 1)
+        )
         if values.min() < -SLACK and exchanges < MOST * n:
             k = int(np.argmin(values) if exchanges < PATIENCE * n else np.argmax(values < -SLACK))
             y, pivot, value = s[k].copy(), s[k, k], c[k]
@@ -105,7 +123,9 @@ def _pivoted(s: Array, c: Array, noise: float) -> tuple[Array, bool]:
             u = np.where(sign < 0, np.maximum(-c, 0), 0)
             change, least = noise * (before - u), float((sign * c).min())
             last, size = size, float(np.sqrt((change * change).sum()))
-            before = u if size <= last else before  # steps never grow; but for rounding, which another one would multiply
+            before = (
+                u if size <= last else before
+            )  # steps never grow; but for rounding, which another one would multiply
             c += np.where(sign > 0, change, 0) - s @ np.where(sign < 0, change, 0)
             steps += 1
             going = SLACK < size <= last and steps < STEPS
@@ -113,7 +133,11 @@ def _pivoted(s: Array, c: Array, noise: float) -> tuple[Array, bool]:
 
 
 # As an operation of its own, so that whoever watches the operations of a step sees what it reads and what it makes.
-@torch.library.custom_op("onepass::pivot", mutates_args=(), schema="(Tensor matrices, Tensor starts, float noise) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "onepass::pivot",
+    mutates_args=(),
+    schema="(Tensor matrices, Tensor starts, float noise) -> (Tensor, Tensor)",
+)
 def _on_device(matrices: Tensor, starts: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     matrices, starts = matrices.contiguous(), starts.contiguous()
     runs, n = starts.shape
@@ -130,15 +154,30 @@ def _kernel() -> Any:
     import triton
     import triton.language as tl
 
-    slack, most, patience, steps = tl.constexpr(SLACK), tl.constexpr(MOST), tl.constexpr(PATIENCE), tl.constexpr(STEPS)
+    slack, most, patience, steps = (
+        tl.constexpr(SLACK),
+        tl.constexpr(MOST),
+        tl.constexpr(PATIENCE),
+        tl.constexpr(STEPS),
+    )
 
     def pivoted(
-        matrices: tl.tensor, starts: tl.tensor, found: tl.tensor, ended: tl.tensor, n: tl.tensor, side: tl.constexpr, noise: tl.constexpr
+        matrices: tl.tensor,
+        starts: tl.tensor,
+        found: tl.tensor,
+        ended: tl.tensor,
+        n: tl.tensor,
+        side: tl.constexpr,
+        noise: tl.constexpr,
     ) -> None:
         run = tl.program_id(0).to(tl.int64)
         i = tl.arange(0, side)
         here = i < n
-        s = tl.load(matrices + run * n * n + i[:, None] * n + i[None, :], mask=here[:, None] & here[None, :], other=0.0)
+        s = tl.load(
+            matrices + run * n * n + i[:, None] * n + i[None, :],
+            mask=here[:, None] & here[None, :],
+            other=0.0,
+        )
         c = tl.load(starts + run * n + i, mask=here, other=0.0)
         diagonal = tl.sum(tl.where(i[:, None] == i[None, :], s, 0.0), 0)
         sign = tl.full((side,), 1.0, tl.float64)
@@ -147,12 +186,24 @@ def _kernel() -> Any:
         least = tl.full((), 0.0, tl.float64)
         exchanges, step, going = 0, 0, n > 0
         while going:
-            values = tl.where((sign > 0) & (diagonal < noise / 2), 0.0, sign * c) / tl.sqrt(tl.maximum(tl.abs(diagonal), 1.0))
+            values = tl.where((sign > 0) & (diagonal < noise / 2), 0.0, sign * c) / tl.sqrt(
+                tl.maximum(tl.abs(diagonal), 1.0)
+            )
             if (tl.min(values) < -slack) & (exchanges < most * n):
-                k = tl.where(exchanges < patience * n, tl.argmin(values, 0), tl.min(tl.where(values < -slack, i, side)))
+                k = tl.where(
+                    exchanges < patience * n,
+                    tl.argmin(values, 0),
+                    tl.min(tl.where(values < -slack, i, side)),
+                )
                 y = tl.where(i == k, -sign, tl.sum(tl.where(i[:, None] == k, s, 0.0), 0))
-                pivot, value = tl.sum(tl.where(i == k, diagonal, 0.0)), tl.sum(tl.where(i == k, c, 0.0))
-                s = tl.where((i[:, None] == k) | (i[None, :] == k), 0.0, s) - (y / pivot)[:, None] * y[None, :]
+                pivot, value = (
+                    tl.sum(tl.where(i == k, diagonal, 0.0)),
+                    tl.sum(tl.where(i == k, c, 0.0)),
+                )
+                s = (
+                    tl.where((i[:, None] == k) | (i[None, :] == k), 0.0, s)
+                    - (y / pivot)[:, None] * y[None, :]
+                )
                 c = tl.where(i == k, 0.0, c) - y * (value / pivot)
                 diagonal = tl.where(i == k, 0.0, diagonal) - y * (y / pivot)
                 sign = tl.where(i == k, -sign, sign)
@@ -164,7 +215,9 @@ def _kernel() -> Any:
                 last = size
                 size = tl.sqrt(tl.sum(change * change))
                 before = tl.where(size <= last, u, before)
-                c += tl.where(sign > 0, change, 0.0) - tl.sum(s * tl.where(sign < 0, change, 0.0)[:, None], 0)
+                c += tl.where(sign > 0, change, 0.0) - tl.sum(
+                    s * tl.where(sign < 0, change, 0.0)[:, None], 0
+                )
                 step += 1
                 going = (size > slack) & (size <= last) & (step < steps)
         tl.store(found + run * n + i, before, mask=here)

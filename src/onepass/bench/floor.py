@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from onepass.engine.architecture import Architecture
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.base import Learner
-from onepass.streams.batch import Batch
 
 TRIES = 5
 
@@ -70,7 +70,9 @@ def work(fleet: Fleet, learner: Learner, batches: Iterable[Batch]) -> Work:
     steps, state = 0, 0
     try:
         for batch in batches:
-            with _Watch({_place(tensor): tensor.nbytes for tensor in learner.state().values()}) as watch:
+            with _Watch(
+                {_place(tensor): tensor.nbytes for tensor in learner.state().values()}
+            ) as watch:
                 fleet.learn(learner, batch)
             state += watch.bytes
             steps += 1
@@ -89,7 +91,9 @@ def flops_an_example(architecture: Architecture, x: Tensor) -> int:
     gradient unless it is frozen, and 2 for its input's gradient unless that is the network's input or nothing before it learns."""
     trained = [p for p in architecture.module.parameters() if p.requires_grad]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        torch.autograd.grad(architecture.module(architecture.prepare(x)).sum(), trained, allow_unused=True)
+        torch.autograd.grad(
+            architecture.module(architecture.prepare(x)).sum(), trained, allow_unused=True
+        )
     return int(counter.get_total_flops())
 
 
@@ -106,17 +110,29 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def bytes(self) -> int:
         return sum(self._sizes[place] for places in (self._read, self._written) for place in places)
 
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         returns, written = func._schema.returns, set[int]()
-        view = returns and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+        view = returns and all(
+            value.alias_info is not None and not value.alias_info.is_write for value in returns
+        )
         for number, argument in enumerate(() if view else func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            places = {_place(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)} & self._sizes.keys()
+            places = {
+                _place(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+            } & self._sizes.keys()
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes:
                 written |= places
-            if not (writes and (argument.is_out or func is torch.ops.aten.copy_.default)):  # those do not mind what was there
+            if not (
+                writes and (argument.is_out or func is torch.ops.aten.copy_.default)
+            ):  # those do not mind what was there
                 self._read |= places - self._written
         self._written |= written
         return func(*args, **kwargs)
@@ -129,10 +145,16 @@ def _place(tensor: Tensor) -> int:
 def measured(device: torch.device, side: int | None = None, numbers: int | None = None) -> Rates:
     """The best of several products of square matrices, in what `onepass.engine.precision` says, and of several copies."""
     gpu = device.type == "cuda"
-    side, numbers = side or (8192 if gpu else 2048), numbers or (1 << 28 if gpu else 1 << 25)  # far larger than any cache
+    side, numbers = (
+        side or (8192 if gpu else 2048),
+        numbers or (1 << 28 if gpu else 1 << 25),
+    )  # far larger than any cache
     matrix, product = torch.randn(side, side, device=device), torch.empty(side, side, device=device)
     multiply = _best(lambda: torch.mm(matrix, matrix, out=product), device)
-    source, target = torch.zeros(numbers, device=device), torch.ones(numbers, device=device)  # written once, so that they are really there
+    source, target = (
+        torch.zeros(numbers, device=device),
+        torch.ones(numbers, device=device),
+    )  # written once, so that they are really there
     copy = _best(lambda: target.copy_(source), device)
     return Rates(2 * side**3 / multiply, 2 * source.nbytes / copy)
 

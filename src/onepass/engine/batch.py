@@ -24,7 +24,11 @@ class Batch:
     task: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sizes is not None and self.x.shape[1] and all(n == self.x.shape[1] for n in self.sizes):
+        if (
+            self.sizes is not None
+            and self.x.shape[1]
+            and all(n == self.x.shape[1] for n in self.sizes)
+        ):
             object.__setattr__(self, "sizes", None)
 
     def lengths(self) -> tuple[int, ...]:
@@ -33,7 +37,13 @@ class Batch:
 
     def piece(self, start: int, end: int) -> Batch:
         """Examples `start` to `end` of every row, as one batch of unknown sizes."""
-        return Batch(self.x[:, start:end], self.slots[:, start:end], None, {name: t[:, start:end] for name, t in self.extra.items()}, self.task)
+        return Batch(
+            self.x[:, start:end],
+            self.slots[:, start:end],
+            None,
+            {name: t[:, start:end] for name, t in self.extra.items()},
+            self.task,
+        )
 
 
 def joined(one: Batch, other: Batch) -> Batch:
@@ -51,7 +61,14 @@ def joined(one: Batch, other: Batch) -> Batch:
     for first, second in zip(one.lengths(), other.lengths(), strict=True):
         real = [*range(first), *(range(width, width + second) if first else ())]
         sizes.append(len(real))
-        order.append(real + sorted(set(range(x.shape[1])) - set(real)))  # what is not real goes behind the end
+        order.append(
+            real + sorted(set(range(x.shape[1])) - set(real))
+        )  # what is not real goes behind the end
     index = torch.tensor(order, device=x.device)
     rows = torch.arange(len(x), device=x.device)[:, None]
-    return Batch(x[rows, index], slots[rows, index], tuple(sizes), {name: tensor[rows, index] for name, tensor in extra.items()})
+    return Batch(
+        x[rows, index],
+        slots[rows, index],
+        tuple(sizes),
+        {name: tensor[rows, index] for name, tensor in extra.items()},
+    )

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from onepass.draws import Purpose, Source
+from onepass.engine.batch import Batch
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
+from onepass.random_numbers import Purpose, RandomNumbers
 from onepass.streams.base import Part, Stream, Task
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
 
 CHUNK = 120  # steps gathered at once: a gather a step would cost more than a small step itself
 
@@ -38,15 +38,19 @@ class Feed:
             raise InputError(f"the batch size must be at least 1, got {batch_size}")
         self.device = torch.device(device)
         self.batch_size, self.joined = batch_size, joined
-        self.slots: Slots = replace(stream.slots(part), union=joined and union_softmax)
+        self.slots = Slots(stream.heads(part), union=joined and union_softmax)
         self.seeds = torch.tensor(list(seeds), device=self.device)
         self._x, self._classes = stream.pool.x.to(self.device), stream.pool.classes.to(self.device)
         self._runs = [stream.tasks(part, seed) for seed in seeds]
         self.tasks = len(self._runs[0])
         self._rows = torch.arange(len(seeds), device=self.device)[:, None]
-        self._slot_of_class = torch.stack([torch.stack([t.slot_of_class for t in run]) for run in self._runs]).to(self.device)
+        self._slot_of_class = torch.stack(
+            [torch.stack([t.slot_of_class for t in run]) for run in self._runs]
+        ).to(self.device)
         orders = [[t.permutation for t in run if t.permutation is not None] for run in self._runs]
-        self._permutation = torch.stack([torch.stack(run) for run in orders]).to(self.device) if orders[0] else None
+        self._permutation = (
+            torch.stack([torch.stack(run) for run in orders]).to(self.device) if orders[0] else None
+        )
 
     @property
     def phases(self) -> int:
@@ -54,7 +58,11 @@ class Feed:
         return 1 if self.joined else self.tasks
 
     def _members(self, run: list[Task], phase: int) -> list[tuple[int, Tensor]]:
-        return [(k, t.train) for k, t in enumerate(run)] if self.joined else [(phase, run[phase].train)]
+        return (
+            [(k, t.train) for k, t in enumerate(run)]
+            if self.joined
+            else [(phase, run[phase].train)]
+        )
 
     def lengths(self, phase: int) -> list[int]:
         """Training examples of each run in a phase."""
@@ -62,8 +70,15 @@ class Feed:
 
     def steps(self, phase: int | None = None, batches: int = 0) -> int:
         """Steps of all runs together: of the whole pass, or of what comes before batch number `batches` of a phase."""
-        before = sum(-(-n // self.batch_size) for earlier in range(self.phases if phase is None else phase) for n in self.lengths(earlier))
-        return before + sum(min(batches, -(-n // self.batch_size)) for n in (self.lengths(phase) if phase is not None and batches else ()))
+        before = sum(
+            -(-n // self.batch_size)
+            for earlier in range(self.phases if phase is None else phase)
+            for n in self.lengths(earlier)
+        )
+        return before + sum(
+            min(batches, -(-n // self.batch_size))
+            for n in (self.lengths(phase) if phase is not None and batches else ())
+        )
 
     def batches(self, phase: int, skip: int = 0) -> Iterator[Batch]:
         """A single pass over a phase: every training example of every run once, in an order that its seed decides.
@@ -73,18 +88,24 @@ class Feed:
         for batch, _ in self.stretches(phase, skip, lambda done, left: 1):
             yield batch
 
-    def stretches(self, phase: int, skip: int, steps: Callable[[int, int], int]) -> Iterator[tuple[Batch, int]]:
+    def stretches(
+        self, phase: int, skip: int, steps: Callable[[int, int], int]
+    ) -> Iterator[tuple[Batch, int]]:
         """The same in stretches: several batches of full size as one, one behind the other, and how many they are.
 
         `steps(done, left)` says how many it shall be, where `done` have come and `left` more are full for every run.
         """
         lengths = self.lengths(phase)
-        order = Source(self.seeds, Purpose.ORDER).permutation(phase, lengths)
+        order = RandomNumbers(self.seeds, Purpose.ORDER).permutation(phase, lengths)
         members = [self._members(run, phase) for run in self._runs]
-        index = self._stack([_joined([train for _, train in row]) for row in members]).gather(1, order)
+        index = self._stack([_joined([train for _, train in row]) for row in members]).gather(
+            1, order
+        )
         owner: Tensor | int = phase
         if self.joined:
-            owner = self._stack([torch.cat([torch.full_like(train, k) for k, train in row]) for row in members]).gather(1, order)
+            owner = self._stack(
+                [torch.cat([torch.full_like(train, k) for k, train in row]) for row in members]
+            ).gather(1, order)
         done, full, total = skip, min(lengths) // self.batch_size, max(lengths)
         start = end = 0  # of the batches that are gathered
         while done * self.batch_size < total:
@@ -92,9 +113,14 @@ class Feed:
             if done + count > end:
                 start, end = done, done + max(count, CHUNK)
                 piece = slice(start * self.batch_size, end * self.batch_size)
-                chunk = self._gather(index[:, piece], owner if isinstance(owner, int) else owner[:, piece])
+                chunk = self._gather(
+                    index[:, piece], owner if isinstance(owner, int) else owner[:, piece]
+                )
             first = (done - start) * self.batch_size
-            x, slots = (tensor[:, first : first + count * self.batch_size] for tensor in (chunk.x, chunk.slots))
+            x, slots = (
+                tensor[:, first : first + count * self.batch_size]
+                for tensor in (chunk.x, chunk.slots)
+            )
             sizes = tuple(max(0, min(slots.shape[1], n - done * self.batch_size)) for n in lengths)
             yield Batch(x, slots, sizes, task=None if self.joined else phase), count
             done += count
@@ -102,22 +128,32 @@ class Feed:
     def test(self, task: int) -> Batch:
         """All test examples of a task."""
         tests = [run[task].test for run in self._runs]
-        return replace(self._gather(self._stack(tests), task), sizes=tuple(len(t) for t in tests), task=task)
+        return replace(
+            self._gather(self._stack(tests), task), sizes=tuple(len(t) for t in tests), task=task
+        )
 
     def _gather(self, index: Tensor, owner: Tensor | int) -> Batch:
         slots = self._slot_of_class[self._rows, owner, self._classes[index]]
         x = self._x.index_select(0, index.flatten()).view(*index.shape, -1)
         if self._permutation is not None:
-            order = self._permutation[:, owner][:, None] if isinstance(owner, int) else self._permutation[self._rows, owner]
+            order = (
+                self._permutation[:, owner][:, None]
+                if isinstance(owner, int)
+                else self._permutation[self._rows, owner]
+            )
             x = x.gather(2, order.expand_as(x))
         return Batch(x, slots)
 
     def _stack(self, rows: list[Tensor]) -> Tensor:
         """Rows of unequal length as one tensor; the padding repeats valid entries and is never counted."""
-        if all(row is rows[0] for row in rows):  # all examples in every task: no need for a copy a run
+        if all(
+            row is rows[0] for row in rows
+        ):  # all examples in every task: no need for a copy a run
             return rows[0].to(self.device).expand(len(rows), -1)
         longest = max(len(row) for row in rows)
-        return torch.stack([row if len(row) == longest else row[torch.arange(longest) % len(row)] for row in rows]).to(self.device)
+        return torch.stack(
+            [row if len(row) == longest else row[torch.arange(longest) % len(row)] for row in rows]
+        ).to(self.device)
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

@@ -10,19 +10,27 @@ from collections.abc import Iterable
 
 from torch import nn
 
-PURE = frozenset({nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh})
+TRACEABLE = frozenset(
+    {nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh}
+)
 
 
-def pure(parts: Iterable[nn.Module]) -> bool:
+def is_traceable(parts: Iterable[nn.Module]) -> bool:
     """Whether passes through a module of these parts, in training, depend on its parameters and inputs alone, now and later.
 
-    >>> pure(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).modules()), pure(nn.Sequential(nn.Linear(3, 4), nn.Dropout()).modules())
+    >>> is_traceable(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).modules()), is_traceable(nn.Sequential(nn.Linear(3, 4), nn.Dropout()).modules())
     (True, False)
     """
     return all(
-        type(part) in PURE
+        type(part) in TRACEABLE
         and part.training
         and not getattr(part, "inplace", False)  # which may write into its inputs
-        and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or "forward" in part.__dict__)
+        and not (
+            part._forward_hooks
+            or part._forward_pre_hooks
+            or part._backward_hooks
+            or part._backward_pre_hooks
+            or "forward" in part.__dict__
+        )
         for part in parts
     )

@@ -27,7 +27,12 @@ RECORDS = ROOT / "results"
 
 
 DIFFERENT = {
-    "permuted-mnist": {("van", "A_T"), ("gem", "A_T"), ("gem", "LCA_10_trapezoid"), ("a-gem", "LCA_10_trapezoid")},
+    "permuted-mnist": {
+        ("van", "A_T"),
+        ("gem", "A_T"),
+        ("gem", "LCA_10_trapezoid"),
+        ("a-gem", "LCA_10_trapezoid"),
+    },
     "split-cifar": {
         *(("icarl", metric) for metric in ("A_T", "F_T", "worst_forgetting")),
         ("ewc", "LCA_10_trapezoid"),
@@ -47,22 +52,37 @@ UNEXPLAINED: dict[str, set[str]] = {"permuted-mnist": set(), "split-cifar": {"ge
 def test_the_verdict_on_the_record_is_the_one_in_the_docs(name: str) -> None:
     found = verdicts(RECORDS / name)
     assert not found.changes
-    assert {(v.method, v.metric) for v in found.verdicts if v.judgement == "differs"} == DIFFERENT[name]
+    assert {(v.method, v.metric) for v in found.verdicts if v.judgement == "differs"} == DIFFERENT[
+        name
+    ]
     assert {v.method for v in found.verdicts if not v.accepted} == UNEXPLAINED[name]
 
 
-@pytest.mark.parametrize(("recipe_name", "title"), [("permuted-mnist", "Permuted MNIST"), ("split-cifar", "Split CIFAR")])
+@pytest.mark.parametrize(
+    ("recipe_name", "title"), [("permuted-mnist", "Permuted MNIST"), ("split-cifar", "Split CIFAR")]
+)
 def test_the_table_in_the_docs_is_that_of_the_record(recipe_name: str, title: str) -> None:
     recipe = load(recipe_name)
     with Store.read(RECORDS / recipe_name) as store:
         done = {name: result for name, result in results(recipe, store).items() if result.finished}
     found = {name: summaries(result) for name, result in done.items()}
-    section = (ROOT / "docs" / "reproduction.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if re.match(r"\| \S+ \| lr ", line)]
+    section = (
+        (ROOT / "docs" / "reproduction.md")
+        .read_text()
+        .split(f"\n## {title}\n")[1]
+        .split("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in section.splitlines()
+        if re.match(r"\| \S+ \| lr ", line)
+    ]
     assert [name for name, *_ in rows] == list(done)
     for name, *cells in rows:
         values = [value for value in found[name]["A_T"].values if value is not None]
-        assert cells[2] == (f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}" if values else "diverged")
+        assert cells[2] == (
+            f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}" if values else "diverged"
+        )
         for cell, metric, digits in ((cells[4], "F_T", 2), (cells[6], "LCA_10_trapezoid", 3)):
             some = [value for value in found[name][metric].values if value is not None]
             assert cell == (f"{np.mean(some):.{digits}f}" if some and values else "")
@@ -76,9 +96,16 @@ def test_this_machine_begins_as_the_record_does(method: str) -> None:
     stream = open_stream(recipe, locate("mnist", None))
     chosen = recipe.paper.selected[method]
     with Store.read(RECORDS / "permuted-mnist") as store:
-        curves = np.stack([store.record(unit.id).curve[0] for unit in evaluation(recipe, method, chosen)], 1)
+        curves = np.stack(
+            [store.record(unit.id).curve[0] for unit in evaluation(recipe, method, chosen)], 1
+        )
     feed, fleet, learner = assemble(
-        stream, "ev", METHODS[method], [Run(seed, chosen) for seed in range(5)], recipe.setup(), recipe.method_options(method)
+        stream,
+        "ev",
+        METHODS[method],
+        [Run(seed, chosen) for seed in range(5)],
+        recipe.setup(),
+        recipe.method_options(method),
     )
     test = feed.test(0)
     learner.begin_task(0)

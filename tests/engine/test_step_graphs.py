@@ -18,48 +18,80 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onepass.engine import gradients, replays
-from onepass.engine.branches import _touched, region
-from onepass.engine.program import trace
-from onepass.engine.replays import Replays
+from onepass.engine import gradients, step_graphs
+from onepass.engine.batch import Batch
+from onepass.engine.cuda_streams import _touched, region
+from onepass.engine.step_graphs import StepGraphs
+from onepass.engine.tracing import trace
 from onepass.errors import is_out_of_memory
 from onepass.learners import METHODS
 from onepass.learners.er import Er
 from onepass.learners.van import Van
 from onepass.models.norm import Constants
 from onepass.protocol import Run, assemble, train
-from onepass.streams.batch import Batch
 from onepass.studies.checkpoint import Checkpoints
-from replaying import RESIDUAL, SETUP, STREAM, Counting, Ends, Listing, Replacing, Told, digits, runs, same, same_bits
+from replaying import (
+    RESIDUAL,
+    SETUP,
+    STREAM,
+    Counting,
+    Ends,
+    Listing,
+    Replacing,
+    Told,
+    digits,
+    runs,
+    same,
+    same_bits,
+)
 from simulated import Simulated
 from toys import ToyStream
 
 
-@pytest.mark.parametrize(("method", "ragged"), [("van", False), ("multi-task", False), ("ewc", True), ("mas", True), ("a-gem", True)])
-def test_stretches_of_any_length_end_where_single_steps_do(method: str, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "ragged"),
+    [("van", False), ("multi-task", False), ("ewc", True), ("mas", True), ("a-gem", True)],
+)
+def test_stretches_of_any_length_end_where_single_steps_do(
+    method: str, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = []
     for length in (1, 3, 100):
-        monkeypatch.setattr(Replays, "stretch", lambda _, at_most, length=length: min(length, at_most))
+        monkeypatch.setattr(
+            StepGraphs, "stretch", lambda _, at_most, length=length: min(length, at_most)
+        )
         ended.append(train(ToyStream(ragged), "ev", METHODS[method], runs(METHODS[method]), SETUP))
     same(ended[0], ended[1])
     same(ended[0], ended[2])
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.long) if name == "prog-nn" else name for name in METHODS if name not in ("gem", "multi-task")]
+    "method",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name == "prog-nn" else name
+        for name in METHODS
+        if name not in ("gem", "multi-task")
+    ],
 )
 @pytest.mark.parametrize("ragged", [False, True])
 def test_replayed_in_any_order_that_their_waits_allow_steps_end_where_eager_ones_do(
     method: str, ragged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replays, "STRETCH", 5)  # no divisor of anything here
+    monkeypatch.setattr(step_graphs, "STRETCH", 5)  # no divisor of anything here
     found = METHODS[method]
-    stream, part = (ToyStream(True), "ev") if ragged else (digits(STREAM.get(method, "permuted-digits"), 61), "cv")
+    stream, part = (
+        (ToyStream(True), "ev")
+        if ragged
+        else (digits(STREAM.get(method, "permuted-digits"), 61), "cv")
+    )
     small = {"fisher_every": 3, "reference_batch": 5}
-    options = replace(found.learner.options(), **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)})
+    options = replace(
+        found.learner.options(),
+        **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)},
+    )
     eager, captured = Ends(), Ends()
     records = train(stream, part, found, runs(found), SETUP, options, keeper=eager)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
     with caplog.at_level(logging.WARNING):
         same(records, train(stream, part, found, runs(found), SETUP, options, keeper=captured))
@@ -69,8 +101,10 @@ def test_replayed_in_any_order_that_their_waits_allow_steps_end_where_eager_ones
 
 
 @pytest.mark.parametrize("learning_rate", [0.1, 1e30])
-def test_a_run_that_diverges_does_not_keep_the_others_from_being_replayed(learning_rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+def test_a_run_that_diverges_does_not_keep_the_others_from_being_replayed(
+    learning_rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
     three = [Run(seed, {"learning_rate": learning_rate if seed == 1 else 0.1}) for seed in range(3)]
     records = train(digits("permuted-digits"), "cv", METHODS["s-gem"], three, SETUP)
@@ -105,12 +139,12 @@ class EverySecond(Er):
 def test_a_step_that_asks_the_memory_now_and_then_gets_what_is_its_own(
     otherwise: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replays, "STRETCH", 4)
+    monkeypatch.setattr(step_graphs, "STRETCH", 4)
     monkeypatch.setattr(EverySecond, "otherwise", otherwise)
     monkeypatch.setattr(EverySecond, "form", lambda self: self.episodic.form(3))
     method, eager, captured = replace(METHODS["er"], learner=EverySecond), Ends(), Ends()
     train(digits("permuted-digits", 60), "cv", method, runs(method), SETUP, keeper=eager)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
     with caplog.at_level(logging.WARNING):
         train(digits("permuted-digits", 60), "cv", method, runs(method), SETUP, keeper=captured)
@@ -119,39 +153,67 @@ def test_a_step_that_asks_the_memory_now_and_then_gets_what_is_its_own(
     assert Simulated.replayed > (0 if otherwise == 2 else 10)
 
 
-def test_a_method_that_reads_the_task_is_captured_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_reads_the_task_is_captured_for_each_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     method, eager, captured = replace(METHODS["van"], learner=Told), Ends(), Ends()
     train(digits("permuted-digits"), "cv", method, runs(method), SETUP, keeper=eager)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     train(digits("permuted-digits"), "cv", method, runs(method), SETUP, keeper=captured)
     same_bits(eager, captured)
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(201, marks=pytest.mark.long)])
-def test_steps_of_a_long_period_are_replayed_one_by_one_and_its_last_by_another_graph(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "LONGEST", 6)
+def test_steps_of_a_long_period_are_replayed_one_by_one_and_its_last_by_another_graph(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "LONGEST", 6)
     options, eager, captured = METHODS["rwalk"].learner.options(fisher_every=every), Ends(), Ends()
-    train(digits("permuted-digits"), "cv", METHODS["rwalk"], runs(METHODS["rwalk"]), SETUP, options, keeper=eager)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    train(
+        digits("permuted-digits"),
+        "cv",
+        METHODS["rwalk"],
+        runs(METHODS["rwalk"]),
+        SETUP,
+        options,
+        keeper=eager,
+    )
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
-    train(digits("permuted-digits"), "cv", METHODS["rwalk"], runs(METHODS["rwalk"]), SETUP, options, keeper=captured)
+    train(
+        digits("permuted-digits"),
+        "cv",
+        METHODS["rwalk"],
+        runs(METHODS["rwalk"]),
+        SETUP,
+        options,
+        keeper=captured,
+    )
     assert Simulated.replayed > 200
     same_bits(eager, captured)
 
 
 @pytest.mark.parametrize("method", ["mas", "ewc"])
-def test_the_second_look_is_replayed_though_tasks_differ_in_length(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+def test_the_second_look_is_replayed_though_tasks_differ_in_length(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     looked: list[bool] = []
     replay = Simulated._replay
-    monkeypatch.setattr(Simulated, "_replay", lambda self, *arguments: (looked.append(not self._learns), replay(self, *arguments)))
+    monkeypatch.setattr(
+        Simulated,
+        "_replay",
+        lambda self, *arguments: (looked.append(not self._learns), replay(self, *arguments)),
+    )
     train(ToyStream(True), "ev", METHODS[method], runs(METHODS[method]), SETUP)
     assert any(looked)
 
 
 def test_a_checkpoint_that_falls_into_a_stretch_is_written_after_it(tmp_path: Path) -> None:
     keeper = Checkpoints(tmp_path, "fleet", every=50)
-    assert [keeper.due(*at) for at in ((20, 0), (40, 20), (60, 40), (80, 60), (100, 80), (0, 0))] == [False, False, True, False, True, True]
+    assert [
+        keeper.due(*at) for at in ((20, 0), (40, 20), (60, 40), (80, 60), (100, 80), (0, 0))
+    ] == [False, False, True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -163,16 +225,28 @@ def test_a_checkpoint_that_falls_into_a_stretch_is_written_after_it(tmp_path: Pa
         pytest.param("rwalk", "authors", marks=pytest.mark.long),
     ],
 )
-def test_residual_networks_are_replayed_too(method: str, norm: Constants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    found, eager, captured, setup = METHODS[method], Ends(), Ends(), replace(RESIDUAL, batch_norm=norm)
+def test_residual_networks_are_replayed_too(
+    method: str, norm: Constants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, eager, captured, setup = (
+        METHODS[method],
+        Ends(),
+        Ends(),
+        replace(RESIDUAL, batch_norm=norm),
+    )
     small = {"fisher_every": 3, "reference_batch": 9}
-    options = replace(found.learner.options(), **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)})
+    options = replace(
+        found.learner.options(),
+        **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)},
+    )
     monkeypatch.setattr(gradients, "trace", partial(trace, on_gpu=True))
     train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=eager)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
     with caplog.at_level(logging.WARNING):
-        train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=captured)
+        train(
+            digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=captured
+        )
     assert not caplog.records
     assert Simulated.replayed > 8
     same_bits(eager, captured)
@@ -187,7 +261,9 @@ def test_regions_that_share_a_byte_meet(data: st.DataObject) -> None:
     matrix = torch.arange(rows * columns).view(rows, columns)
 
     def part() -> Tensor:
-        begin, end = sorted((data.draw(st.integers(0, columns)), data.draw(st.integers(0, columns))))
+        begin, end = sorted(
+            (data.draw(st.integers(0, columns)), data.draw(st.integers(0, columns)))
+        )
         top = data.draw(st.integers(0, rows - 1))
         piece = matrix[top : data.draw(st.integers(top + 1, rows)), begin:end]
         return piece.mT if data.draw(st.booleans()) else piece[:, :: data.draw(st.integers(1, 3))]
@@ -203,7 +279,9 @@ def test_regions_that_share_a_byte_meet(data: st.DataObject) -> None:
 
 def test_whatever_meets_a_region_meets_those_that_cover_it() -> None:
     block = torch.zeros(3, 4, 5)
-    some = [one for part in product(PARTS, PARTS, PARTS) if (one := region(block[part])) is not None]
+    some = [
+        one for part in product(PARTS, PARTS, PARTS) if (one := region(block[part])) is not None
+    ]
     assert sum(one.covers(other) for one, other in product(some, some)) > len(some)
     for one, other, third in product(some, some, some):
         assert not one.covers(other) or not third.meets(other) or third.meets(one)
@@ -211,7 +289,10 @@ def test_whatever_meets_a_region_meets_those_that_cover_it() -> None:
 
 def test_the_rows_of_two_runs_do_not_meet_whatever_shapes_their_parameters_have() -> None:
     gradient = torch.zeros(2, 60)
-    convolution, matrix = gradient[0, :36].view(2, 3, 3, 2).movedim(-1, 1), gradient[1, 36:].view(4, 6)
+    convolution, matrix = (
+        gradient[0, :36].view(2, 3, 3, 2).movedim(-1, 1),
+        gradient[1, 36:].view(4, 6),
+    )
     one, other = region(convolution), region(matrix)
     assert one is not None
     assert other is not None
@@ -247,11 +328,11 @@ CHANGES: list[Callable[[dict[str, Any]], Any]] = [
 def test_whatever_the_host_changes_is_noticed(change: Callable[[dict[str, Any]], Any]) -> None:
     values: dict[str, Any] = {"list": [], "number": 1, "tensor": torch.zeros(2), "map": {"a": 1}}
     values |= {"deep": {"er": []}, "queue": deque(), "array": np.zeros(2)}
-    before = replays._print(values)
+    before = step_graphs._print(values)
     values["tensor"] += 1
-    assert replays._print(values) == before, "what is written in place is no change"
+    assert step_graphs._print(values) == before, "what is written in place is no change"
     change(values)
-    assert replays._print(values) != before
+    assert step_graphs._print(values) != before
 
 
 class Full(Simulated):
@@ -264,10 +345,12 @@ class Full(Simulated):
             raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_out_of_memory_while_steps_are_captured_asks_for_a_smaller_fleet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_while_steps_are_captured_asks_for_a_smaller_fleet(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     van = METHODS["van"]
     eager = train(digits("permuted-digits"), "cv", van, runs(van, 1), SETUP)
-    monkeypatch.setattr("onepass.protocol.Replays", Full)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Full)
     with pytest.raises(RuntimeError) as caught:
         train(digits("permuted-digits"), "cv", van, runs(van), SETUP)
     assert is_out_of_memory(caught.value)
@@ -276,7 +359,9 @@ def test_out_of_memory_while_steps_are_captured_asks_for_a_smaller_fleet(monkeyp
     assert "one by one" in caplog.text
 
 
-def test_out_of_memory_while_gradients_are_traced_is_no_reason_for_plain_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_gradients_are_traced_is_no_reason_for_plain_autograd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -285,13 +370,15 @@ def test_out_of_memory_while_gradients_are_traced_is_no_reason_for_plain_autogra
         train(digits("permuted-digits"), "cv", METHODS["van"], runs(METHODS["van"]), SETUP)
 
 
-@pytest.mark.parametrize(("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Listing, "seen")])
+@pytest.mark.parametrize(
+    ("kind", "word"), [(Counting, "turn"), (Replacing, "last"), (Listing, "seen")]
+)
 def test_a_method_that_does_things_on_the_host_is_taken_step_by_step(
     kind: type[Van], word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     method = replace(METHODS["van"], learner=kind)
     eager = train(ToyStream(), "ev", method, runs(method), SETUP)
-    monkeypatch.setattr("onepass.protocol.Replays", Simulated)
+    monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "replayed", 0)
     with caplog.at_level(logging.WARNING):
         same(eager, train(ToyStream(), "ev", method, runs(method), SETUP))
@@ -304,12 +391,18 @@ def test_every_learner_says_what_its_steps_depend_on() -> None:
     for name in set(METHODS) - {"icarl"}:
         *_, learner = assemble(stream, "ev", METHODS[name], runs(METHODS[name]), SETUP)
         learner.begin_task(0)
-        assert (learner.form() is not None) == (name != "gem")  # which needs a GPU to solve its dual without the host
+        assert (learner.form() is not None) == (
+            name != "gem"
+        )  # which needs a GPU to solve its dual without the host
 
 
 def test_batch_norm_is_known_to_write_its_running_statistics_and_its_backward_pass_not_to() -> None:
     x, weight, bias, mean, variance, out = (torch.randn(3, 4), *torch.ones(4, 4), torch.randn(3, 4))
-    _, writes = _touched(torch.ops.aten.native_batch_norm.default, (x, weight, bias, mean, variance, True, 0.1, 1e-5), {})
+    _, writes = _touched(
+        torch.ops.aten.native_batch_norm.default,
+        (x, weight, bias, mean, variance, True, 0.1, 1e-5),
+        {},
+    )
     assert writes == [region(mean), region(variance)]
     arguments = (out, x, weight, mean, variance, mean, variance, True, 1e-5, [True] * 3)
     assert _touched(torch.ops.aten.native_batch_norm_backward.default, arguments, {})[1] == []

@@ -42,7 +42,12 @@ class Region(NamedTuple):
     def covers(self, other: Region) -> bool:
         """Does whatever meets the other one meet this one too?"""
         inside = self.low <= other.low and other.high <= self.high
-        return inside and self.stride == other.stride and self.begin <= other.begin and other.begin + other.length <= self.begin + self.length
+        return (
+            inside
+            and self.stride == other.stride
+            and self.begin <= other.begin
+            and other.begin + other.length <= self.begin + self.length
+        )
 
 
 def region(tensor: Tensor) -> Region | None:
@@ -57,7 +62,14 @@ def region(tensor: Tensor) -> Region | None:
         return None
     item = tensor.element_size()
     begin = int(tensor.storage_offset()) * item
-    steps = sorted(((s * item, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s > 0), reverse=True)
+    steps = sorted(
+        (
+            (s * item, n)
+            for s, n in zip(tensor.stride(), tensor.shape, strict=True)
+            if n > 1 and s > 0
+        ),
+        reverse=True,
+    )
     storage = tensor.untyped_storage().data_ptr()
     if not steps:
         return Region(storage, 0, begin, item, begin, begin + item)
@@ -74,7 +86,7 @@ class _Operation(NamedTuple):
     before: int  # the operations that it comes after, as bits
 
 
-class Branches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ParallelStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use it inside `torch.cuda.graph`: operations go to other streams than the current one. `join` them before the capture ends.
 
     Tensors that were made inside are kept until then, since an allocator that knows of one stream would give away memory that another one
@@ -118,17 +130,27 @@ class Branches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             return work()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         returns = func._schema.returns
-        if returns and all(value.alias_info is not None and not value.alias_info.is_write for value in returns):
+        if returns and all(
+            value.alias_info is not None and not value.alias_info.is_write for value in returns
+        ):
             return func(*args, **kwargs)  # a view: nothing is done
         reads, writes = _touched(func, args, kwargs)
         after = self._conflicts(reads, writes)
         before = 0
         for number in after:
             before |= self._operations[number].before | 1 << number
-        branch = self._branch(after, before) if self.lane is None else self.lane % len(self._streams)
+        branch = (
+            self._branch(after, before) if self.lane is None else self.lane % len(self._streams)
+        )
         stream, event = self._streams[branch], self.event()
         if branch not in self._last:
             stream.wait_event(self._start)
@@ -150,8 +172,14 @@ class Branches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: set[int] = set()
         for table, regions in ((self._writers, (*reads, *writes)), (self._readers, writes)):
             for mine in regions:
-                found.update(number for theirs, number in table.get(mine.storage, ()) if mine.meets(theirs))
-        return [number for number in sorted(found, reverse=True) if not any(self._operations[other].before >> number & 1 for other in found)]
+                found.update(
+                    number for theirs, number in table.get(mine.storage, ()) if mine.meets(theirs)
+                )
+        return [
+            number
+            for number in sorted(found, reverse=True)
+            if not any(self._operations[other].before >> number & 1 for other in found)
+        ]
 
     def _branch(self, after: Sequence[int], before: int) -> int:
         """Where an operation adds no wait: behind one it waits for anyway, or on a branch of its own; else where the wait is oldest."""
@@ -164,31 +192,47 @@ class Branches(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return branch
         return min(self._last, key=lambda branch: self._last[branch])
 
-    def _note(self, operation: _Operation, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+    def _note(
+        self, operation: _Operation, reads: Sequence[Region], writes: Sequence[Region]
+    ) -> None:
         number = len(self._operations)
         self._operations.append(operation)
         self._last[operation.branch] = number
         for mine in writes:  # whoever meets a part of this region later waits for us, and we have waited for the others
-            self._writers[mine.storage] = [pair for pair in self._writers.get(mine.storage, ()) if not mine.covers(pair[0])] + [(mine, number)]
-            self._readers[mine.storage] = [pair for pair in self._readers.get(mine.storage, ()) if not mine.covers(pair[0])]
+            self._writers[mine.storage] = [
+                pair for pair in self._writers.get(mine.storage, ()) if not mine.covers(pair[0])
+            ] + [(mine, number)]
+            self._readers[mine.storage] = [
+                pair for pair in self._readers.get(mine.storage, ()) if not mine.covers(pair[0])
+            ]
         for mine in reads:
             self._readers.setdefault(mine.storage, []).append((mine, number))
 
 
-def _touched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Region], list[Region]]:
+def _touched(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Region], list[Region]]:
     """What an operation reads, and what it writes in place."""
     reads: list[Region] = []
     writes: list[Region] = []
     for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        written = (argument.alias_info is not None and argument.alias_info.is_write) or _moves(func, argument.name)
+        value = (
+            args[place]
+            if place < len(args) and not argument.kwarg_only
+            else kwargs.get(argument.name)
+        )
+        written = (argument.alias_info is not None and argument.alias_info.is_write) or _moves(
+            func, argument.name
+        )
         (writes if written else reads).extend(_regions(tree_leaves(value)))
     return reads, writes
 
 
 def _moves(func: Any, argument: str) -> bool:
     """Batch-norm moves its running statistics, though its signature does not say so."""
-    return argument in ("running_mean", "running_var") and not func.__name__.partition(".")[0].endswith("backward")
+    return argument in ("running_mean", "running_var") and not func.__name__.partition(".")[
+        0
+    ].endswith("backward")
 
 
 def _regions(values: Iterable[Any]) -> list[Region]:
@@ -204,7 +248,7 @@ def lane(number: int) -> Iterator[None]:
     for another takes time.
     """
     mode = _get_current_dispatch_mode()
-    if not isinstance(mode, Branches):
+    if not isinstance(mode, ParallelStreams):
         yield
         return
     mode.lane = number
@@ -214,9 +258,9 @@ def lane(number: int) -> Iterator[None]:
         mode.lane = None
 
 
-def is_branching() -> bool:
+def is_capturing() -> bool:
     """Are operations being captured on branches?"""
-    return isinstance(_get_current_dispatch_mode(), Branches)
+    return isinstance(_get_current_dispatch_mode(), ParallelStreams)
 
 
 class Graph(Protocol):
@@ -227,7 +271,10 @@ class Graph(Protocol):
 
 def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]) -> Graph:
     """A CUDA graph of some pieces of work on branches. Nothing is done yet."""
-    graph, room = torch.cuda.CUDAGraph(), torch.cuda.get_device_properties(device).total_memory // 32
+    graph, room = (
+        torch.cuda.CUDAGraph(),
+        torch.cuda.get_device_properties(device).total_memory // 32,
+    )
     others, before = streams(device), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
     # A capture that fails leaves torch on the stream of the capture, but for the second of these.
@@ -235,7 +282,7 @@ def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]
         _without_collecting(),
         torch.cuda.stream(before),
         torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        Branches(others, room) as branches,
+        ParallelStreams(others, room) as branches,
     ):
         try:
             for step in work:

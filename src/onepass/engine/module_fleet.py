@@ -8,28 +8,39 @@ right. Only where it is `pure`, traced programs take over for the sizes of batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onepass.draws import Purpose, one_of_bits, states_of, torch_seeded
 from onepass.engine.architecture import Architecture
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet, Output, Steps
 from onepass.engine.gradients import Gradients, Loss, Point
-from onepass.engine.modules import Buffers, apart, as_now, check, check_scalar, copied, driven, evaluating, in_groups, square
-from onepass.engine.purity import pure
+from onepass.engine.module_checks import (
+    Buffers,
+    apart,
+    as_now,
+    check,
+    check_scalar,
+    copied,
+    driven,
+    evaluating,
+    in_groups,
+    square,
+)
+from onepass.engine.slots import Slots
+from onepass.engine.traceable import is_traceable
 from onepass.errors import InputError
 from onepass.interrupts import Opened
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.random_numbers import Purpose, bits_at, states_of, torch_seeded
 
 INPUT = "input "  # how the names of a batch's further inputs begin
 
 
-class Bound(Fleet):
+class ModuleFleet(Fleet):
     """R = 1: `theta [1, P]` is the memory of the module's own parameters, its buffers stay its own.
 
     A step happens whole or not at all: where a loss or gradient is not finite, or the module refuses a batch, an error is raised before
@@ -55,10 +66,16 @@ class Bound(Fleet):
         self.loss: Loss = loss or self.cross_entropy
         self.learning_rate = self.learning_rate.to(self.theta.dtype)
         self.set_rate(learning_rate)
-        self.least = 2 if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()) else 1  # examples it can be trained on
+        self.least = (
+            2
+            if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+            else 1
+        )  # examples it can be trained on
         self.keywords: tuple[str, ...] = ()
         self.number = 0  # of the step that comes next: `step`, as the host knows it
-        self.replays: set[int] = set()  # sizes of batches that are worth a program, if the module is pure
+        self.replays: set[int] = (
+            set()
+        )  # sizes of batches that are worth a program, if the module is pure
         self.loss_before = math.nan  # of the batch of the last step
         self.measures = False  # is the cosine between gradient and reference gradient wanted?
         self.cosine = math.nan
@@ -71,7 +88,7 @@ class Bound(Fleet):
         self.theta, self.gaps = self.architecture.flatten(module)[None], None
         self._bind()
         self._learning = self.theta[:, self.architecture.trainable]
-        self._pure = False  # may this step be replayed?
+        self._traceable = False  # may this step be replayed?
         self._batch: Batch | None = None  # of the step
         self._own: list[Tensor] = []  # its gradient
         self._others: list[Tensor] = []  # and those on the episodic memory
@@ -94,12 +111,26 @@ class Bound(Fleet):
         groups = in_groups(self.optimizer)
         self._driven = driven(groups, self._parameters, self.architecture.frozen)
         self._groups = groups
-        trained = dict(zip(map(id, self._parameters), (place >= self.architecture.frozen for place in range(len(self._parameters))), strict=True))
+        trained = dict(
+            zip(
+                map(id, self._parameters),
+                (place >= self.architecture.frozen for place in range(len(self._parameters))),
+                strict=True,
+            )
+        )
         self._parts = list(self.architecture.module.modules())
-        self._normed = [part for part in self._parts if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+        self._normed = [
+            part for part in self._parts if isinstance(part, nn.modules.batchnorm._BatchNorm)
+        ]
         self._children = [list(part._modules.values()) for part in self._parts]
         self._owned = [
-            (part._parameters, name, p, 0 if p is None else p.data_ptr(), p is not None and trained[id(p)])
+            (
+                part._parameters,
+                name,
+                p,
+                0 if p is None else p.data_ptr(),
+                p is not None and trained[id(p)],
+            )
             for part in self._parts
             for name, p in part._parameters.items()
         ]
@@ -108,7 +139,9 @@ class Bound(Fleet):
     def set_rate(self, rate: float) -> None:
         """Of plain SGD, from the next step on."""
         if rate > torch.finfo(self.theta.dtype).max:
-            raise InputError(f"the learning rate {rate} is more than {self.theta.dtype} can hold: take a smaller one")
+            raise InputError(
+                f"the learning rate {rate} is more than {self.theta.dtype} can hold: take a smaller one"
+            )
         self.learning_rate.fill_(rate)
         self._rate = rate
 
@@ -118,29 +151,56 @@ class Bound(Fleet):
 
     def intact(self) -> None:
         """Raise unless the module's parameters still are the views we made."""
-        same = all(list(part._modules.values()) == children for part, children in zip(self._parts, self._children, strict=True))
+        same = all(
+            list(part._modules.values()) == children
+            for part, children in zip(self._parts, self._children, strict=True)
+        )
         same = same and len(self._owned) == sum(len(part._parameters) for part in self._parts)
         if same and all(
-            owner.get(name) is parameter and (parameter is None or (parameter.data_ptr() == place and parameter.requires_grad == trained))
+            owner.get(name) is parameter
+            and (
+                parameter is None
+                or (parameter.data_ptr() == place and parameter.requires_grad == trained)
+            )
             for owner, name, parameter, place, trained in self._owned
         ):
             if in_groups(self.optimizer) != self._groups:
                 self._remember()
             return
-        wanted = zip(self.architecture.names, self._parameters, self.architecture.views(self.theta[0]), strict=True)  # our own may have moved along
+        wanted = zip(
+            self.architecture.names,
+            self._parameters,
+            self.architecture.views(self.theta[0]),
+            strict=True,
+        )  # our own may have moved along
         found = dict(self.architecture.module.named_parameters())
         for place, (name, parameter, view) in enumerate(wanted):
             here = found.pop(name, None)
             if here is None:
-                raise InputError(f"parameter '{name}' is gone from the module: put it back, or wrap the module anew")
+                raise InputError(
+                    f"parameter '{name}' is gone from the module: put it back, or wrap the module anew"
+                )
             if here.device != view.device:
-                raise InputError(f"the module was moved from {view.device} to {here.device}: move it back, or save, and load with the moved module")
-            if here is not parameter or here.data_ptr() != view.data_ptr() or here.shape != view.shape or here.dtype != view.dtype:
-                raise InputError(f"parameter '{name}' was created anew since the module was wrapped: write into it in place, or wrap the module anew")
+                raise InputError(
+                    f"the module was moved from {view.device} to {here.device}: move it back, or save, and load with the moved module"
+                )
+            if (
+                here is not parameter
+                or here.data_ptr() != view.data_ptr()
+                or here.shape != view.shape
+                or here.dtype != view.dtype
+            ):
+                raise InputError(
+                    f"parameter '{name}' was created anew since the module was wrapped: write into it in place, or wrap the module anew"
+                )
             if here.requires_grad != (place >= self.architecture.frozen):
-                raise InputError(f"requires_grad of '{name}' was changed since the module was wrapped: change it back, or wrap the module anew")
+                raise InputError(
+                    f"requires_grad of '{name}' was changed since the module was wrapped: change it back, or wrap the module anew"
+                )
         if found:
-            raise InputError(f"parameter '{next(iter(found))}' was added since the module was wrapped: wrap the module anew")
+            raise InputError(
+                f"parameter '{next(iter(found))}' was added since the module was wrapped: wrap the module anew"
+            )
         self._remember()  # something without parameters was changed: whatever was traced is out of date
         self._draws = True
 
@@ -148,20 +208,29 @@ class Bound(Fleet):
 
     def call(self, batch: Batch) -> Any:
         """What the module makes of the inputs of a batch."""
-        inputs = [batch.x[0], *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT))]
+        inputs = [
+            batch.x[0],
+            *(tensor[0] for name, tensor in batch.extra.items() if name.startswith(INPUT)),
+        ]
         with self._casting(), Opened():
             if self.keywords:
                 return self.architecture.module(**dict(zip(self.keywords, inputs, strict=True)))
             return self.architecture.module(*inputs)
 
     def _casting(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+        return (
+            nullcontext()
+            if self.autocast is None
+            else torch.autocast(self.device.type, self.autocast)
+        )
 
     def value(self, batch: Batch, loss: Loss) -> Tensor:
         """The loss of a batch."""
         outputs = self.call(batch)
         with self._casting():
-            return loss(outputs, batch.slots[0], {name: tensor[0] for name, tensor in batch.extra.items()})
+            return loss(
+                outputs, batch.slots[0], {name: tensor[0] for name, tensor in batch.extra.items()}
+            )
 
     def grad(
         self,
@@ -180,12 +249,18 @@ class Bound(Fleet):
             module.train()
         if training and theta is None and loss is None and self._may_replay(batch):
             self._idle = set()
-            row, value = self.gradients(Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers)
+            row, value = self.gradients(
+                Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers
+            )
         else:
-            row, value = self._by_autograd(batch, loss or self.loss, theta, update_buffers, training)
+            row, value = self._by_autograd(
+                batch, loss or self.loss, theta, update_buffers, training
+            )
         own = batch is self._batch
         # What is not finite in a reference gradient may not show in the direction.
-        self._notes += [(own, value)] if own or self.tick is None else [(own, value), (own, square(row))]
+        self._notes += (
+            [(own, value)] if own or self.tick is None else [(own, value), (own, square(row))]
+        )
         if self.tick is None:
             self._refuse_what_is_not_finite(row)
             return row, value
@@ -207,21 +282,27 @@ class Bound(Fleet):
         ):
             return False
         if self._passes == 1:
-            self._pure = self.is_pure()
-        return self._pure
+            self._traceable = self.is_traceable()
+        return self._traceable
 
-    def is_pure(self) -> bool:
-        return pure(self._parts)
+    def is_traceable(self) -> bool:
+        return is_traceable(self._parts)
 
     def _measure(self, g: Tensor, g_ref: Tensor) -> None:
-        product, own, other = (float(torch.dot(a, b)) for a, b in ((g, g_ref), (g, g), (g_ref, g_ref)))
+        product, own, other = (
+            float(torch.dot(a, b)) for a, b in ((g, g_ref), (g, g), (g_ref, g_ref))
+        )
         cosine = product / math.sqrt(own * other) if own * other > 0 else 0.0
         self.cosine = cosine if math.isnan(self.cosine) else min(cosine, self.cosine)
 
-    def _by_autograd(self, batch: Batch, loss: Loss, theta: Tensor | None, update_buffers: bool, training: bool) -> tuple[Tensor, Tensor]:
+    def _by_autograd(
+        self, batch: Batch, loss: Loss, theta: Tensor | None, update_buffers: bool, training: bool
+    ) -> tuple[Tensor, Tensor]:
         module = self.architecture.module
-        luck = torch_seeded(one_of_bits(self.seed, Purpose.LAYERS, self.number, self._passes - 1), self.device)
-        with ExitStack() as around, luck, torch.enable_grad():
+        seeded = torch_seeded(
+            bits_at(self.seed, Purpose.LAYERS, self.number, self._passes - 1), self.device
+        )
+        with ExitStack() as around, seeded, torch.enable_grad():
             if theta is not None:
                 around.enter_context(self._at(theta, None))
             if not training:
@@ -230,26 +311,42 @@ class Bound(Fleet):
                 around.enter_context(self._undone())
             value = self.value(batch, loss)
             check_scalar(value)
-            trained = [self._parameters[self.architecture.frozen + number] for number in self._driven]
-            gradients = torch.autograd.grad(value, trained, allow_unused=True) if value.requires_grad else [None] * len(trained)
+            trained = [
+                self._parameters[self.architecture.frozen + number] for number in self._driven
+            ]
+            gradients = (
+                torch.autograd.grad(value, trained, allow_unused=True)
+                if value.requires_grad
+                else [None] * len(trained)
+            )
             if all(gradient is None for gradient in gradients):
                 where = "" if training else ", when the module is in evaluation mode,"
                 raise InputError(
                     f"the loss{where} does not depend on the module's trainable parameters: compute it from the outputs, without detach()"
                 )
         row, (places,) = self.gradients.place(self.theta)
-        used = {number: gradient for number, gradient in zip(self._driven, gradients, strict=True) if gradient is not None}
+        used = {
+            number: gradient
+            for number, gradient in zip(self._driven, gradients, strict=True)
+            if gradient is not None
+        }
         self._put(used, places[self.architecture.frozen :])
         self._idle -= used.keys()
-        return row, value.detach().to(self.theta.dtype if self.theta.element_size() >= 4 else torch.float32).view(1)
+        return row, value.detach().to(
+            self.theta.dtype if self.theta.element_size() >= 4 else torch.float32
+        ).view(1)
 
     def _put(self, gradients: Mapping[int, Tensor], places: Sequence[Tensor]) -> None:
         try:
             if gradients:
-                torch._foreach_copy_([places[number] for number in gradients], list(gradients.values()))  # there may be hundreds
+                torch._foreach_copy_(
+                    [places[number] for number in gradients], list(gradients.values())
+                )  # there may be hundreds
         except (RuntimeError, NotImplementedError):
             if any(gradient.layout != torch.strided for gradient in gradients.values()):
-                raise InputError("a gradient is sparse, and a direction is dense: look embeddings up with sparse=False") from None
+                raise InputError(
+                    "a gradient is sparse, and a direction is dense: look embeddings up with sparse=False"
+                ) from None
             raise
         for number, place in enumerate(places):
             if number not in gradients:
@@ -258,26 +355,41 @@ class Bound(Fleet):
     def _refuse_what_is_not_finite(self, direction: Tensor) -> None:
         """Raise unless the losses of all passes and a direction are finite. This is the one question that a step asks the device."""
         # What is not finite in a gradient is not finite in the direction. One whose square overflows counts as infinite.
-        notes = sorted(self._notes, key=lambda note: not note[0])  # a method may look at the batch and at some of the memory in one pass
+        notes = sorted(
+            self._notes, key=lambda note: not note[0]
+        )  # a method may look at the batch and at some of the memory in one pass
         *values, last = torch.cat([*(value for _, value in notes), square(direction)]).tolist()
         self._notes, self._passes, self.loss_before = [], 0, values[0]
         for number, found in enumerate(values):
             if not math.isfinite(found):
-                what = f"or its gradient on the episodic memory is not finite ({found})" if number else f"of this batch is {found}"
-                raise InputError(f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt")
+                what = (
+                    f"or its gradient on the episodic memory is not finite ({found})"
+                    if number
+                    else f"of this batch is {found}"
+                )
+                raise InputError(
+                    f"the loss {what}: look at the batch, or take smaller steps; nothing was learnt"
+                )
         if not math.isfinite(last):
-            raise InputError("the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt")
+            raise InputError(
+                "the gradient of this step is not finite: look at the batch, or take smaller steps; nothing was learnt"
+            )
         self._length = math.sqrt(last)
 
     def _refuse_statistics(self) -> None:
         """Raise unless what batch-norm moved is finite: steps use a batch's own, but answers these."""
         moved = [part for part in self._normed if part.training and part.track_running_stats]
-        found = [one for part in moved for one in (part.running_mean, part.running_var) if one is not None]
+        found = [
+            one
+            for part in moved
+            for one in (part.running_mean, part.running_var)
+            if one is not None
+        ]
         if found and not bool(torch.cat(found).isfinite().all()):
             what = "the running statistics of batch-norm are not finite after this batch"
             raise InputError(f"{what}: scale the data; nothing was learnt")
 
-    def answer(self, batch: Batch) -> Any:
+    def evaluate(self, batch: Batch) -> Any:
         """What the module makes of a batch in evaluation; changes nothing."""
         with self._evaluating():
             return self.call(copied(batch))
@@ -291,10 +403,24 @@ class Bound(Fleet):
         """From now on these outputs compete."""
         self.slots, self.competition = slots, slots.on(self.device)
 
-    def forward(self, batch: Batch, *, theta: Tensor | None = None, buffers: Mapping[str, Tensor] | None = None) -> Output:
-        with self._at(theta, buffers), self._evaluating(), self.architecture.listening() as features:
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        theta: Tensor | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        variant: Hashable = None,
+    ) -> Output:
+        with (
+            self._at(theta, buffers),
+            self._evaluating(),
+            self.architecture.listening() as features,
+        ):
             logits = self.call(copied(batch))
-        return Output(logits[None].to(self.theta.dtype), (features[-1] if features else logits)[None].to(self.theta.dtype))
+        return Output(
+            logits[None].to(self.theta.dtype),
+            (features[-1] if features else logits)[None].to(self.theta.dtype),
+        )
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -353,7 +479,11 @@ class Bound(Fleet):
     def _kept_if_refused(self) -> Iterator[None]:
         """After an error, buffers, modes and what was measured are as they were before."""
         before, cosine = Buffers(self._parts), self.cosine
-        modes = [] if self.architecture.module.training else [(part, part.training) for part in self._parts]
+        modes = (
+            []
+            if self.architecture.module.training
+            else [(part, part.training) for part in self._parts]
+        )
         try:
             yield
         except BaseException:
@@ -373,14 +503,23 @@ class Bound(Fleet):
                 direction = learner.direction(batch)
                 self._refuse_what_is_not_finite(direction)
                 self._refuse_statistics()
-                before = self.theta.clone() if learner.wants_delta or self.optimizer is not None else None
+                before = (
+                    self.theta.clone()
+                    if learner.wants_delta or self.optimizer is not None
+                    else None
+                )
                 self._take(direction, before)
                 learner.accept()
                 if learner.wants_delta and before is not None:
                     learner.after_step(self.theta - before)
         finally:
             self.tick = self._batch = None
-            self._notes, self._own, self._others, self._passes = [], [], [], 0  # not emptied: somebody may go back to these lists
+            self._notes, self._own, self._others, self._passes = (
+                [],
+                [],
+                [],
+                0,
+            )  # not emptied: somebody may go back to these lists
         self.number += 1
         self.step += 1
 
@@ -391,8 +530,14 @@ class Bound(Fleet):
         back = None if self.optimizer is None else as_now(self.optimizer)
         try:
             self._apply(direction)
-            if before is not None and not math.isfinite(float(square(self.theta))) and not bool(self.theta.isfinite().all()):
-                raise InputError("this step leads to parameters that are not finite: take smaller steps; nothing was learnt")
+            if (
+                before is not None
+                and not math.isfinite(float(square(self.theta)))
+                and not bool(self.theta.isfinite().all())
+            ):
+                raise InputError(
+                    "this step leads to parameters that are not finite: take smaller steps; nothing was learnt"
+                )
         except BaseException:
             if before is not None:
                 self.theta.copy_(before)
@@ -402,30 +547,43 @@ class Bound(Fleet):
 
     def _stays_finite(self) -> bool:
         """Whether the numbers certainly suffice for a step of plain SGD: no parameter moves by more than the whole step is long."""
-        step, most = self._rate * self._length, torch.finfo(self.theta.dtype).max / 2  # half of it is room for rounding
+        step, most = (
+            self._rate * self._length,
+            torch.finfo(self.theta.dtype).max / 2,
+        )  # half of it is room for rounding
         for _ in range(2):
             if self._reach + step < most:
                 self._reach += step
                 return True
-            self._reach = float(self.theta.abs().max())  # this asks the device, once in a long while
+            self._reach = float(
+                self.theta.abs().max()
+            )  # this asks the device, once in a long while
         self._reach = math.inf
         return False
 
     def _apply(self, direction: Tensor) -> None:
         if self.optimizer is None:
-            self._learning.addcmul_(self.learning_rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1)
+            self._learning.addcmul_(
+                self.learning_rate,
+                direction[:, self.trainable] if self.architecture.frozen else direction,
+                value=-1,
+            )
             return
         places = self.architecture.views(direction[0])
         for number in self._driven:
             # As in a plain loop, an optimizer passes over what had no gradient, unless the method pulls at it.
             place = places[self.architecture.frozen + number]
-            self._parameters[self.architecture.frozen + number].grad = place if number not in self._idle or bool(place.any()) else None
+            self._parameters[self.architecture.frozen + number].grad = (
+                place if number not in self._idle or bool(place.any()) else None
+            )
         try:
             self.optimizer.step()
         finally:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.grad = None
-                if parameter.data_ptr() != view.data_ptr():  # some optimizers put new tensors in place of the old ones
+                if (
+                    parameter.data_ptr() != view.data_ptr()
+                ):  # some optimizers put new tensors in place of the old ones
                     view.copy_(parameter.data)
                     parameter.data = view
 

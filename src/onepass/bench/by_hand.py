@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from onepass.engine.precision import products
+from onepass.feed import Feed
 from onepass.learners.base import Learner
-from onepass.streams.feed import Feed
 
 KEPT = 1000  # batches of a task that a loop goes round in
 RIDGE = 1e-3  # of GEM, as in its code and in the recipe
@@ -36,12 +36,21 @@ class Alone:
         fleet = learner.fleet
         self.net = deepcopy(fleet.architecture.module).train()
         self.parameters = list(self.net.parameters())
-        for mine, theirs in zip(self.parameters, fleet.architecture.views(fleet.theta), strict=True):
+        for mine, theirs in zip(
+            self.parameters, fleet.architecture.views(fleet.theta), strict=True
+        ):
             mine.data.copy_(theirs[0])
         self.rate = float(fleet.learning_rate[0])
         self.optimizer = torch.optim.SGD(self.parameters, lr=self.rate)
-        alike = {name: tensor for name, tensor in learner.state().items() if tensor.shape == fleet.theta.shape}
-        self.state = {name: [part[0].clone() for part in fleet.architecture.views(tensor)] for name, tensor in alike.items()}
+        alike = {
+            name: tensor
+            for name, tensor in learner.state().items()
+            if tensor.shape == fleet.theta.shape
+        }
+        self.state = {
+            name: [part[0].clone() for part in fleet.architecture.views(tensor)]
+            for name, tensor in alike.items()
+        }
         self.columns = {name: float(column[0]) for name, column in learner.columns.items()}
         self.steps = 0
 
@@ -62,7 +71,9 @@ class Alone:
 
     def follow(self, g: Tensor) -> None:
         """A step along a gradient `[P]`."""
-        for p, part in zip(self.parameters, torch.split(g, [p.numel() for p in self.parameters]), strict=True):
+        for p, part in zip(
+            self.parameters, torch.split(g, [p.numel() for p in self.parameters]), strict=True
+        ):
             p.grad = part.view_as(p)
         self.optimizer.step()
 
@@ -81,7 +92,9 @@ def er(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 @torch.no_grad()
 def _pull(run: Alone) -> None:
     """`+ 2 λ Ω (θ − θ*)`."""
-    for p, g, pull, anchor in zip(run.parameters, run.gradients, run.state["pull"], run.state["anchor"], strict=True):
+    for p, g, pull, anchor in zip(
+        run.parameters, run.gradients, run.state["pull"], run.state["anchor"], strict=True
+    ):
         g.addcmul_(pull, p - anchor)
 
 
@@ -95,7 +108,9 @@ def ewc(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
     """With the Fisher information as a moving average, every 10 steps."""
     run.backward(batch)
     run.steps += 1
-    for g, squares, fisher in zip(run.gradients, run.state["squares"], run.state["fisher"], strict=True):
+    for g, squares, fisher in zip(
+        run.gradients, run.state["squares"], run.state["fisher"], strict=True
+    ):
         squares.addcmul_(g, g)
         if run.steps % 10 == 0:
             fisher.mul_(0.1).add_(squares, alpha=0.9 / 10)
@@ -107,7 +122,10 @@ def ewc(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 def _walk(run: Alone, batch: Examples) -> list[Tensor]:
     """A step with the pull that adds to the path integral by what was really done; the gradients without the pull."""
     run.backward(batch)
-    gradients, before = [g.clone() for g in run.gradients], [p.detach().clone() for p in run.parameters]
+    gradients, before = (
+        [g.clone() for g in run.gradients],
+        [p.detach().clone() for p in run.parameters],
+    )
     _pull(run)
     run.optimizer.step()
     for path, g, p, old in zip(run.state["path"], gradients, run.parameters, before, strict=True):
@@ -126,7 +144,9 @@ def rwalk(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
         gradients = _walk(run, batch)
     run.steps += 1
     names = ("squares", "fisher", "path", "start", "fresh")
-    for p, g, squares, fisher, path, start, fresh in zip(run.parameters, gradients, *(run.state[name] for name in names), strict=True):
+    for p, g, squares, fisher, path, start, fresh in zip(
+        run.parameters, gradients, *(run.state[name] for name in names), strict=True
+    ):
         squares.addcmul_(g, g)
         if run.steps % 10 == 0:
             fresh.add_((path / (fisher * (p - start).square() + 1e-3)).relu())
@@ -150,7 +170,12 @@ def gem(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
     vectors = torch.stack([*(run.flat(memory)[0] for memory in past), run.flat(batch)[0]])
     with products(vectors.device, tf32=False):
         gram = (vectors @ vectors.T).double().cpu().numpy()
-    K, c, margin, g = gram[:-1, :-1] + RIDGE * np.eye(len(past)), gram[:-1, -1], run.columns["margin"], vectors[-1]
+    K, c, margin, g = (
+        gram[:-1, :-1] + RIDGE * np.eye(len(past)),
+        gram[:-1, -1],
+        run.columns["margin"],
+        vectors[-1],
+    )
     if (c < 0).any():
         root = np.linalg.cholesky(K)
         v = nnls(root.T, -np.linalg.solve(root, c + K.sum(1) * margin))[0] + margin
@@ -172,7 +197,9 @@ def mega2(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
     sine = math.sqrt(1 - min(1.0, cosine**2))
     turn = min(max(math.atan2(old * sine, new + old * cosine), 0.0), math.pi / 2)
     if sine > 1e-5:
-        g = (math.cos(turn) - math.sin(turn) * cosine / sine) * g + math.sqrt(gg / rr) * math.sin(turn) / sine * g_ref
+        g = (math.cos(turn) - math.sin(turn) * cosine / sine) * g + math.sqrt(gg / rr) * math.sin(
+            turn
+        ) / sine * g_ref
     run.follow(g)
 
 
@@ -212,16 +239,24 @@ def loop(name: str, feed: Feed, learner: Learner, phase: int) -> Callable[[int],
     batches = cycle(zip(x.chunk(steps), y.chunk(steps), strict=True))
     kept = [] if memory is None else [memory.of([task]) for task in range(phase)]
     tasks = [(prepare(one.x[0]), one.slots[0].clone()) for one in kept]
-    luck = Random(0)
+    generator = Random(0)
 
     def looks() -> Iterator[list[Examples]]:
         everything = tuple(torch.cat(parts) for parts in zip(*tasks, strict=True))
         while True:
             if plain.looks_at == "a batch":
-                chosen = torch.randperm(len(everything[0]), device=device)[: getattr(learner, "reference_batch", None)]
+                chosen = torch.randperm(len(everything[0]), device=device)[
+                    : getattr(learner, "reference_batch", None)
+                ]
                 yield [(everything[0][chosen], everything[1][chosen])]
             else:
-                yield [] if plain.looks_at == "nothing" else [luck.choice(tasks)] if plain.looks_at == "a task" else tasks
+                yield (
+                    []
+                    if plain.looks_at == "nothing"
+                    else [generator.choice(tasks)]
+                    if plain.looks_at == "a task"
+                    else tasks
+                )
 
     past = looks()
 

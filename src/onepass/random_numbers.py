@@ -63,13 +63,13 @@ def _counter(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, count + 1, device=device) * _GOLDEN
 
 
-class Source:
+class RandomNumbers:
     """The random numbers of some runs, seeds `[R]`, for one purpose.
 
-    >>> Source([7, 8], Purpose.ORDER).bits(step=0, count=2).shape
+    >>> RandomNumbers([7, 8], Purpose.ORDER).bits(step=0, count=2).shape
     torch.Size([2, 2])
-    >>> alone = Source([8], Purpose.ORDER).bits(step=0, count=2)
-    >>> bool((Source([7, 8], Purpose.ORDER).bits(step=0, count=2)[1] == alone[0]).all())
+    >>> alone = RandomNumbers([8], Purpose.ORDER).bits(step=0, count=2)
+    >>> bool((RandomNumbers([7, 8], Purpose.ORDER).bits(step=0, count=2)[1] == alone[0]).all())
     True
     """
 
@@ -78,15 +78,18 @@ class Source:
 
     def key(self, step: Tensor | int) -> Tensor:
         """What starts the sequence of a step, `[R]`, for steps `[R]` or one step for all."""
-        return _mix(self.base + (step * _GOLDEN if isinstance(step, Tensor) else _signed(step * _GOLDEN % (1 << 64))))
+        return _mix(
+            self.base
+            + (step * _GOLDEN if isinstance(step, Tensor) else _signed(step * _GOLDEN % (1 << 64)))
+        )
 
     @staticmethod
-    def _of(base: Tensor) -> Source:
-        source = object.__new__(Source)
+    def _of(base: Tensor) -> RandomNumbers:
+        source = object.__new__(RandomNumbers)
         source.base = base
         return source
 
-    def spread(self, count: int) -> Source:
+    def spread(self, count: int) -> RandomNumbers:
         """Every run `count` times in a row, for drawing at several steps at once."""
         return self._of(self.base.repeat_interleave(count))
 
@@ -103,14 +106,19 @@ class Source:
         count = max(sizes)
         keys = self.bits(step, count)
         if min(sizes) < count:
-            behind = torch.arange(count, device=keys.device) >= torch.tensor(sizes, device=keys.device)[:, None]
+            behind = (
+                torch.arange(count, device=keys.device)
+                >= torch.tensor(sizes, device=keys.device)[:, None]
+            )
             keys = keys.masked_fill(behind, torch.iinfo(torch.int64).max)
         return keys.argsort(dim=1, stable=True)
 
     def ahead(self, step: Tensor, steps: int, population: list[int], count: int) -> Tensor:
         """`sample` for each of the next steps, `[R, steps, count]`."""
         each = [n for n in population for _ in range(steps)]
-        chosen = self.spread(steps).sample((step[:, None] + torch.arange(steps, device=step.device)).flatten(), each, count)
+        chosen = self.spread(steps).sample(
+            (step[:, None] + torch.arange(steps, device=step.device)).flatten(), each, count
+        )
         return chosen.view(len(step), steps, count)
 
     def sample(self, step: Tensor | int, population: list[int], count: int) -> Tensor:
@@ -123,8 +131,16 @@ class Source:
         if all(small):
             return self.permutation(step, population)[:, :count]
         if any(small):  # each row by its own way, so that no row depends on its neighbours
-            parts = [torch.tensor([r for r, s in enumerate(small) if s == way], device=self.base.device) for way in (True, False)]
-            drawn = [self._of(self.base[rows]).sample(_only(step, rows), [population[r] for r in rows.tolist()], count) for rows in parts]
+            parts = [
+                torch.tensor([r for r, s in enumerate(small) if s == way], device=self.base.device)
+                for way in (True, False)
+            ]
+            drawn = [
+                self._of(self.base[rows]).sample(
+                    _only(step, rows), [population[r] for r in rows.tolist()], count
+                )
+                for rows in parts
+            ]
             return torch.cat(drawn)[torch.cat(parts).argsort()]
         smallest = min(population)
         # Distinct values among n draws from M > 4 count: n = −M ln(1 − count/M) draws give `count` on average, with a variance below
@@ -138,44 +154,64 @@ class Source:
         ordered, origin = values.sort(dim=1, stable=True)
         new = torch.ones_like(ordered, dtype=torch.bool)
         torch.ne(ordered[:, 1:], ordered[:, :-1], out=new[:, 1:])
-        first = torch.empty_like(new).scatter_(1, origin, new)  # in the order of drawing: is this the value's first time?
+        first = torch.empty_like(new).scatter_(
+            1, origin, new
+        )  # in the order of drawing: is this the value's first time?
         rank = first.cumsum(1) - 1
-        place = torch.where(first, rank, count).clamp(max=count)  # repetitions and what is too much go to a place behind the end
+        place = torch.where(first, rank, count).clamp(
+            max=count
+        )  # repetitions and what is too much go to a place behind the end
         return values.new_zeros(len(values), count + 1).scatter_(1, place, values)[:, :count]
 
 
-class Ahead:
+class SampleCache:
     """Samples for several steps made in one go: the small operations of a draw cost more than the work in them.
 
-    >>> ahead, steps = Ahead(Source([7], Purpose.REFERENCE)), torch.tensor([5])
+    >>> ahead, steps = SampleCache(RandomNumbers([7], Purpose.REFERENCE)), torch.tensor([5])
     >>> drawn = [ahead.sample(steps + n, n, [100], 3) for n in range(2)]
-    >>> all(torch.equal(drawn[n], Source([7], Purpose.REFERENCE).sample(5 + n, [100], 3)) for n in range(2))
+    >>> all(torch.equal(drawn[n], RandomNumbers([7], Purpose.REFERENCE).sample(5 + n, [100], 3)) for n in range(2))
     True
     """
 
     STEPS = 32
     TIMES = 8  # as many as somebody asks for at once
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RandomNumbers) -> None:
         self._source = source
-        self._made: tuple[int, list[int], int, Tensor] | None = None  # from which tick on, of what, how many a draw, and the choices [R, steps, n]
+        self._made: tuple[int, list[int], int, Tensor] | None = (
+            None  # from which tick on, of what, how many a draw, and the choices [R, steps, n]
+        )
 
     def forget(self) -> None:
         """The next draws are at other steps than those that follow the last one."""
         self._made = None
 
     def sample(self, step: Tensor, tick: int, population: list[int], count: int) -> Tensor:
-        """`Source.sample(step, population, count)` for a caller whose steps `[R]` all go up by one whenever `tick` does."""
+        """`RandomNumbers.sample(step, population, count)` for a caller whose steps `[R]` all go up by one whenever `tick` does."""
         return self._several(step, tick, population, count, 1, self.STEPS)[:, 0]
 
-    def samples(self, step: Tensor, tick: int, population: list[int], count: int, steps: int) -> Tensor:
+    def samples(
+        self, step: Tensor, tick: int, population: list[int], count: int, steps: int
+    ) -> Tensor:
         """The same for several steps, `[R, steps, count]`."""
         return self._several(step, tick, population, count, steps, self.TIMES * steps)
 
-    def _several(self, step: Tensor, tick: int, population: list[int], count: int, steps: int, new: int) -> Tensor:
+    def _several(
+        self, step: Tensor, tick: int, population: list[int], count: int, steps: int, new: int
+    ) -> Tensor:
         made = self._made
-        if made is None or not made[0] <= tick <= made[0] + made[3].shape[1] - steps or made[1] != population or made[2] != count:
-            self._made = made = tick, population, count, self._source.ahead(step, new, population, count)
+        if (
+            made is None
+            or not made[0] <= tick <= made[0] + made[3].shape[1] - steps
+            or made[1] != population
+            or made[2] != count
+        ):
+            self._made = made = (
+                tick,
+                population,
+                count,
+                self._source.ahead(step, new, population, count),
+            )
         return made[3][:, tick - made[0] : tick - made[0] + steps]
 
 
@@ -183,10 +219,10 @@ def _only(step: Tensor | int, rows: Tensor) -> Tensor | int:
     return step[rows] if isinstance(step, Tensor) else step
 
 
-def one_of_bits(seed: int, purpose: Purpose, step: int, index: int) -> int:
-    """One of the 64-bit integers of a `Source`, without a tensor.
+def bits_at(seed: int, purpose: Purpose, step: int, index: int) -> int:
+    """One of the 64-bit integers of a `RandomNumbers`, without a tensor.
 
-    >>> one_of_bits(7, Purpose.LAYERS, 3, 1) == int(Source([7], Purpose.LAYERS).bits(3, 2)[0, 1])
+    >>> bits_at(7, Purpose.LAYERS, 3, 1) == int(RandomNumbers([7], Purpose.LAYERS).bits(3, 2)[0, 1])
     True
     """
     whole, golden = (1 << 64) - 1, _GOLDEN % (1 << 64)
@@ -204,7 +240,10 @@ def one_of_bits(seed: int, purpose: Purpose, step: int, index: int) -> int:
 def torch_seeded(seed: int, device: torch.device) -> Iterator[list[torch.Generator]]:
     """Torch's own generators start from `seed` inside, and are as before outside: for layers that draw from them."""
     # Not by torch.manual_seed and fork_rng: they look after every kind of device there is, at many times the cost of a small step.
-    generators = [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else [])]
+    generators = [
+        torch.default_generator,
+        *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
+    ]
     before = states_of(generators)
     with _one_thread:
         for generator in generators:

@@ -4,21 +4,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.engine.bound import Bound
+from onepass.engine.module_fleet import ModuleFleet
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 from toys import FEATURES, Dropped, Follow, Normed, Tied, batch_of, by_hand, fleet_of, small_net
 
-SLOTS = Slots.separate(4, 2)
+SLOTS = Slots(separate_heads(4, 2))
 
 
-def follow(fleet: Bound) -> Follow:
+def follow(fleet: ModuleFleet) -> Follow:
     return Follow(lambda b: fleet.grad(b)[0])
 
 
 @pytest.mark.parametrize("build", [small_net, Normed, Tied], ids=lambda b: b.__name__)
 def test_gradients_and_losses_are_those_of_a_fleet(build: type[nn.Module]) -> None:
-    fleet = Bound(build(), SLOTS, 0.1)
+    fleet = ModuleFleet(build(), SLOTS, 0.1)
     batch = batch_of(1)
     expected, loss = by_hand(fleet, batch, 0)
     g, found = fleet.grad(batch, update_buffers=False)
@@ -29,27 +30,36 @@ def test_gradients_and_losses_are_those_of_a_fleet(build: type[nn.Module]) -> No
 def test_the_modules_parameters_are_views_of_theta() -> None:
     module = Tied()
     values = {name: p.detach().clone() for name, p in module.named_parameters()}
-    fleet = Bound(module, SLOTS, 0.1)
+    fleet = ModuleFleet(module, SLOTS, 0.1)
     assert all(torch.equal(p, values[name]) for name, p in module.named_parameters())
     fleet.learn(follow(fleet), batch_of(1))
     after = dict(module.named_parameters())
     assert not torch.equal(after["first.weight"], values["first.weight"])
     assert module.second.weight is module.first.weight
     assert torch.equal(after["unused"], values["unused"])
-    places = dict(zip(fleet.architecture.names, fleet.architecture.views(fleet.theta[0]), strict=True))
-    assert {name: p.data_ptr() for name, p in after.items()} == {name: place.data_ptr() for name, place in places.items()}
+    places = dict(
+        zip(fleet.architecture.names, fleet.architecture.views(fleet.theta[0]), strict=True)
+    )
+    assert {name: p.data_ptr() for name, p in after.items()} == {
+        name: place.data_ptr() for name, place in places.items()
+    }
 
 
 def test_a_torch_optimizer_is_given_the_direction_as_gradient() -> None:
     module, twin = small_net(), small_net()
     twin.load_state_dict(module.state_dict())
-    fleet = Bound(module, SLOTS, 0.0, optimizer=torch.optim.Adam(module.parameters(), lr=0.05))
+    fleet = ModuleFleet(
+        module, SLOTS, 0.0, optimizer=torch.optim.Adam(module.parameters(), lr=0.05)
+    )
     adam = torch.optim.Adam(twin.parameters(), lr=0.05)
     for step in range(5):
         batch = batch_of(1, seed=step)
         fleet.learn(follow(fleet), batch)
         adam.zero_grad()
-        rows = [x[s // 2 * 2 : s // 2 * 2 + 2].logsumexp(0) - x[s] for x, s in zip(twin(batch.x[0]), batch.slots[0].tolist(), strict=True)]
+        rows = [
+            x[s // 2 * 2 : s // 2 * 2 + 2].logsumexp(0) - x[s]
+            for x, s in zip(twin(batch.x[0]), batch.slots[0].tolist(), strict=True)
+        ]
         torch.stack(rows).mean().backward()
         adam.step()
     for mine, its in zip(module.parameters(), twin.parameters(), strict=True):
@@ -60,7 +70,9 @@ def test_a_torch_optimizer_is_given_the_direction_as_gradient() -> None:
 def test_an_optimizer_leaves_frozen_parameters_alone() -> None:
     module = small_net()
     module[0].requires_grad_(False)  # type: ignore[index]
-    fleet = Bound(module, SLOTS, 0.0, optimizer=torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5))
+    fleet = ModuleFleet(
+        module, SLOTS, 0.0, optimizer=torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
+    )
     before = fleet.theta.clone()
     fleet.learn(follow(fleet), batch_of(1))
     start = fleet.trainable.start
@@ -76,8 +88,8 @@ def test_an_optimizer_that_puts_new_tensors_in_place_of_the_old_ones_is_put_up_w
                     p.data = p.data - group["lr"] * p.grad
 
     module = small_net()
-    fleet = Bound(module, SLOTS, 0.0, optimizer=Careless(module.parameters(), lr=0.1))
-    twin = Bound(small_net(), SLOTS, 0.1)
+    fleet = ModuleFleet(module, SLOTS, 0.0, optimizer=Careless(module.parameters(), lr=0.1))
+    twin = ModuleFleet(small_net(), SLOTS, 0.1)
     twin.theta.copy_(fleet.theta)
     for step in range(3):
         fleet.learn(follow(fleet), batch_of(1, seed=step))
@@ -88,7 +100,7 @@ def test_an_optimizer_that_puts_new_tensors_in_place_of_the_old_ones_is_put_up_w
 
 def test_batch_norm_statistics_move_in_steps_and_not_in_passes_that_must_not_move_them() -> None:
     module = Normed()
-    fleet = Bound(module, SLOTS, 0.1)
+    fleet = ModuleFleet(module, SLOTS, 0.1)
     for step in range(3):
         fleet.learn(follow(fleet), batch_of(1, seed=step))
     assert module.norm.num_batches_tracked == 3
@@ -114,9 +126,11 @@ class Reassigning(nn.Module):
         return out
 
 
-def test_a_buffer_that_is_assigned_anew_moves_in_steps_and_comes_back_after_passes_that_must_not_move_it() -> None:
+def test_a_buffer_that_is_assigned_anew_moves_in_steps_and_comes_back_after_passes_that_must_not_move_it() -> (
+    None
+):
     module = Reassigning()
-    fleet = Bound(module, SLOTS, 0.1)
+    fleet = ModuleFleet(module, SLOTS, 0.1)
     fleet.learn(follow(fleet), batch_of(1))
     level = module.level.clone()
     assert level != 0
@@ -127,7 +141,7 @@ def test_a_buffer_that_is_assigned_anew_moves_in_steps_and_comes_back_after_pass
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     module = Normed()
-    fleet = Bound(module, SLOTS, 0.1)
+    fleet = ModuleFleet(module, SLOTS, 0.1)
     fleet.learn(follow(fleet), batch_of(1))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     huge = Follow(lambda b: fleet.grad(b)[0] * torch.inf)
@@ -138,7 +152,10 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 def test_dropout_is_a_function_of_seed_and_step_and_leaves_torchs_generator_alone() -> None:
-    one, other = Bound(Dropped(), SLOTS, 0.1, seed=4), Bound(Dropped(), SLOTS, 0.1, seed=4)
+    one, other = (
+        ModuleFleet(Dropped(), SLOTS, 0.1, seed=4),
+        ModuleFleet(Dropped(), SLOTS, 0.1, seed=4),
+    )
     other.theta.copy_(one.theta)
     state = torch.get_rng_state()
     for step in range(3):
@@ -152,7 +169,7 @@ def test_dropout_is_a_function_of_seed_and_step_and_leaves_torchs_generator_alon
 
 def test_dropout_is_that_of_a_fleet_with_the_same_seed() -> None:
     alone = fleet_of(Dropped, runs=1)
-    bound = Bound(Dropped(), SLOTS, 0.1, seed=10)
+    bound = ModuleFleet(Dropped(), SLOTS, 0.1, seed=10)
     bound.theta.copy_(alone.theta)
     for step in range(3):
         bound.learn(follow(bound), batch_of(1, seed=step))
@@ -162,7 +179,7 @@ def test_dropout_is_that_of_a_fleet_with_the_same_seed() -> None:
 
 def test_parts_of_the_module_stay_in_the_mode_they_were_in() -> None:
     module = Normed()
-    fleet = Bound(module, SLOTS, 0.1)
+    fleet = ModuleFleet(module, SLOTS, 0.1)
     module.norm.eval()
     for _ in range(2):
         fleet.forward(batch_of(1))

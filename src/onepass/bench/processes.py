@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.bench import by_hand
+from onepass.bench.floor import Rates, measured, wait
 from onepass.engine.cpu import keep_freed_memory
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.precision import products
-from onepass.engine.replays import Replays
+from onepass.engine.step_graphs import StepGraphs
 from onepass.errors import InputError
+from onepass.feed import Feed
 from onepass.learners import method
 from onepass.learners.base import Learner
 from onepass.protocol import Run, assemble
-from onepass.report import plain
-from onepass.report.floor import Rates, measured, wait
 from onepass.stopping import abandon, is_stopped, kill_fork_server, wake_helpers, within
 from onepass.streams.base import TASKS, PermutedStream, Pool
-from onepass.streams.feed import Feed
 from onepass.studies.executors import default_workers
 from onepass.studies.recipe import load
 
@@ -83,7 +83,16 @@ class Middle(NamedTuple):
     phase: int
 
 
-def middle(name: str, runs: int, tasks: int, images: int, *, device: str = "cpu", mode: Mode = "auto", **hyperparameters: float) -> Middle:
+def middle(
+    name: str,
+    runs: int,
+    tasks: int,
+    images: int,
+    *,
+    device: str = "cpu",
+    mode: Mode = "auto",
+    **hyperparameters: float,
+) -> Middle:
     """As `onepass run permuted-mnist` assembles them, after `tasks` of `images` examples each: they have been learnt from, the memory is full, and
     importances come from a step of the last one. A method that sees all tasks at once begins its only pass.
 
@@ -91,9 +100,15 @@ def middle(name: str, runs: int, tasks: int, images: int, *, device: str = "cpu"
     """
     found, recipe = method(name), load(RECIPE)
     stream = PermutedStream(_pool(images), images // TASKS["ev"] if found.joined else None, None)
-    values = {hyper: grid[0] for hyper, grid in found.learner.hyperparameters.items()} | {"learning_rate": RATE} | hyperparameters
+    values = (
+        {hyper: grid[0] for hyper, grid in found.learner.hyperparameters.items()}
+        | {"learning_rate": RATE}
+        | hyperparameters
+    )
     rows, setup = [Run(0, values)] * runs, replace(recipe.setup(), gradients=mode)
-    feed, fleet, learner = assemble(stream, "ev", found, rows, setup, recipe.method_options(name), device=device)
+    feed, fleet, learner = assemble(
+        stream, "ev", found, rows, setup, recipe.method_options(name), device=device
+    )
     taught = _taught(tasks, images)
     fleet.theta[:, : taught.shape[1]] = taught.to(fleet.device)
     past = range(0 if found.joined else tasks)
@@ -122,10 +137,12 @@ class Case(NamedTuple):
     images: int
 
     def loop(self, device: str) -> Loop:
-        feed, fleet, learner, phase = middle(self.method, self.runs, self.tasks, self.images, device=device, mode=self.mode or "auto")
+        feed, fleet, learner, phase = middle(
+            self.method, self.runs, self.tasks, self.images, device=device, mode=self.mode or "auto"
+        )
         if self.mode is None:
-            return plain.loop(self.method, feed, learner, phase)
-        learn = Replays(fleet, learner)
+            return by_hand.loop(self.method, feed, learner, phase)
+        learn = StepGraphs(fleet, learner)
 
         def stretches() -> Iterator[int]:  # as `protocol.train` does it, pass after pass
             while True:
@@ -192,7 +209,9 @@ class Workers:
 
     def __init__(self, device: str, cores: int | None = None) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "torch._dynamo"])  # once for all; tracing imports the latter
+        self._context.set_forkserver_preload(
+            [__name__, "torch._dynamo"]
+        )  # once for all; tracing imports the latter
         self._device = device
         self._processes: list[Any] = []
         self.cores = cores or default_workers("cpu")
@@ -201,13 +220,19 @@ class Workers:
         except BaseException as reason:
             abandon()
             if isinstance(reason, TimeoutError):
-                raise InputError(f"processes have not started for {LONGEST / 60:.0f} minutes: measure when the machine is idle") from None
+                raise InputError(
+                    f"processes have not started for {LONGEST / 60:.0f} minutes: measure when the machine is idle"
+                ) from None
             raise
 
     def _start_all(self) -> None:
         resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # of this thread: Ctrl-C is for the driving process alone
-        self.each = [self._start(1, True) for _ in range(1 if self._device == "cuda" else self.cores)]
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # of this thread: Ctrl-C is for the driving process alone
+        self.each = [
+            self._start(1, True) for _ in range(1 if self._device == "cuda" else self.cores)
+        ]
         self.alone = self.plain = self.each
         if self._device == "cpu":
             many = [] if self.cores == 1 else [self.cores]
@@ -216,7 +241,9 @@ class Workers:
 
     def _start(self, threads: int, tuned: bool) -> Connection:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, threads, self._device, tuned), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(theirs, threads, self._device, tuned), daemon=True
+        )
         process.start()
         theirs.close()
         self._processes.append(process)
@@ -238,12 +265,16 @@ class Workers:
         everybody = list(dict.fromkeys([*self.each, *self.alone, *self.plain]))
         self._ask(everybody, [None] * len(everybody))
 
-    def _ask(self, pipes: Sequence[Connection], questions: Sequence[Sizes | Case | None], count: int = 0) -> list[Any]:
+    def _ask(
+        self, pipes: Sequence[Connection], questions: Sequence[Sizes | Case | None], count: int = 0
+    ) -> list[Any]:
         for pipe, question in zip(pipes, questions, strict=True):
             pipe.send((question, count))
         for pipe in pipes:
             if not pipe.poll(LONGEST):
-                raise InputError(f"a process has not answered for {LONGEST / 60:.0f} minutes: measure fewer runs, or when the machine is idle")
+                raise InputError(
+                    f"a process has not answered for {LONGEST / 60:.0f} minutes: measure fewer runs, or when the machine is idle"
+                )
         answers = [pipe.recv() for pipe in pipes]
         for answer in answers:
             if isinstance(answer, Exception):

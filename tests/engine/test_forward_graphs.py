@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.engine import answers, fleet, looks
+from onepass.engine import fleet, forward
+from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
-from onepass.engine.looks import Looks
+from onepass.engine.forward import ForwardGraphs, TracedForward
+from onepass.engine.slots import Slots
 from onepass.models.mlp import mlp
 from onepass.models.progressive import Progressive
 from onepass.models.resnet import ResNet
-from onepass.streams.batch import Batch
-from onepass.streams.slots import Slots
+from onepass.streams.base import separate_heads
 from simulated import Graph, Recording
 from toys import small_net
 
-LUCK = Random(0)
+GENERATOR = Random(0)
 
 
-class Simulated(Looks):
+class Simulated(ForwardGraphs):
     """On a CPU."""
 
     device = "cpu"
@@ -32,7 +33,7 @@ class Simulated(Looks):
 
     def _record(self, device: torch.device, work: Callable[[], None]) -> Any:
         Simulated.recorded += 1
-        graph = Graph(LUCK)
+        graph = Graph(GENERATOR)
         with Recording(graph) as branches:
             work()
             branches.end_step()
@@ -43,14 +44,18 @@ class Simulated(Looks):
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "ENOUGH", 3)
-    monkeypatch.setattr(fleet, "Looks", Simulated)
-    monkeypatch.setattr(fleet, "Answers", lambda architecture, traces: answers.Answers(architecture, True))
+    monkeypatch.setattr(forward, "ENOUGH", 3)
+    monkeypatch.setattr(fleet, "ForwardGraphs", Simulated)
+    monkeypatch.setattr(
+        fleet, "TracedForward", lambda architecture, traces: TracedForward(architecture, True)
+    )
     monkeypatch.setattr(Simulated, "recorded", 0)
 
 
 def runs(build: Callable[[], torch.nn.Module], count: int = 3) -> Fleet:
-    return Fleet(build, range(count), Slots.separate(3, 2), [0.1] * count, gradients="looped")
+    return Fleet(
+        build, range(count), Slots(separate_heads(3, 2)), [0.1] * count, gradients="looped"
+    )
 
 
 def batch(n: int, *shape: int) -> Batch:
@@ -62,12 +67,20 @@ def truth(learners: Fleet, given: Batch) -> Tensor:
     rows = []
     for r in range(learners.runs):
         buffers = {name: b[r] for name, b in learners.buffers.items()}
-        rows.append(learners.architecture.call([p[r] for p in parameters], buffers, given.x[r], None)[0])
+        rows.append(
+            learners.architecture.call([p[r] for p in parameters], buffers, given.x[r], None)[0]
+        )
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("build", "shape"), [(lambda: small_net(6), (6,)), (lambda: ResNet(4, 6, (1, 1)), (3, 8, 8))], ids=["net", "residual"])
-def test_captured_answers_are_those_of_the_moment(build: Callable[[], torch.nn.Module], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(lambda: small_net(6), (6,)), (lambda: ResNet(4, 6, (1, 1)), (3, 8, 8))],
+    ids=["net", "residual"],
+)
+def test_captured_answers_are_those_of_the_moment(
+    build: Callable[[], torch.nn.Module], shape: tuple[int, ...]
+) -> None:
     learners = runs(build)
     kept = []
     for step in range(6):
@@ -80,17 +93,25 @@ def test_captured_answers_are_those_of_the_moment(build: Callable[[], torch.nn.M
             found = learners.forward(given)
             assert torch.allclose(found.logits, truth(learners, given), atol=1e-5), step
             assert torch.allclose(
-                found.features, learners._answers(learners.architecture.views(learners.theta), learners.buffers, given.x)[1], atol=1e-5
+                found.features,
+                learners._run_by_run(
+                    learners.architecture.views(learners.theta), learners.buffers, given.x, None
+                )[1],
+                atol=1e-5,
             )
             kept += [(found.logits, found.logits.clone()), (found.features, found.features.clone())]
     assert Simulated.recorded == 2
-    assert all(torch.equal(one, other) for one, other in kept)  # nobody writes over what was given away
+    assert all(
+        torch.equal(one, other) for one, other in kept
+    )  # nobody writes over what was given away
 
 
-def test_other_parameters_and_large_batches_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_parameters_and_large_batches_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     learners = runs(lambda: small_net(6))
     given, other = batch(5, 6), learners.theta * 2
-    monkeypatch.setattr(looks, "LARGEST", 3 * 30)
+    monkeypatch.setattr(forward, "LARGEST", 3 * 30)
     for _ in range(6):
         learners.forward(given, theta=other)
     assert Simulated.recorded == 0
@@ -103,27 +124,32 @@ def test_other_parameters_and_large_batches_are_not_captured(monkeypatch: pytest
     assert torch.allclose(twice, truth(learners, given))
 
 
-def test_each_column_of_a_progressive_network_is_captured_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "LONG_ENOUGH", 3)
+def test_each_column_of_a_progressive_network_is_captured_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forward, "LONG_ENOUGH", 3)
     learners = runs(lambda: Progressive(lambda: mlp(6, [5], 6), 2))
     with torch.no_grad():
         learners.theta.normal_()
     given, module = batch(5, 6), learners.architecture.module
     for shown in (0, 1) * 6:
         module.shown = shown  # type: ignore[assignment]
-        assert torch.allclose(learners.forward(given).logits, truth(learners, given), atol=1e-5)
+        found = learners.forward(given, variant=shown).logits
+        assert torch.allclose(found, truth(learners, given), atol=1e-5)
     assert Simulated.recorded == 2
 
 
-def test_what_cannot_be_captured_is_answered_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fails(self: Looks, *_: Any) -> Any:
+def test_what_cannot_be_captured_is_answered_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: ForwardGraphs, *_: Any) -> Any:
         raise RuntimeError("no graphs today")
 
     monkeypatch.setattr(Simulated, "_record", fails)
     learners, given = runs(lambda: small_net(6)), batch(5, 6)
     for _ in range(6):
         assert torch.allclose(learners.forward(given).logits, truth(learners, given))
-    assert caplog.text.count("answers are not captured but computed one by one: no graphs today") == 1
+    assert caplog.text.count("forward passes are not captured: no graphs today") == 1
 
 
 def test_only_so_many_graphs_are_made() -> None:
@@ -132,7 +158,7 @@ def test_only_so_many_graphs_are_made() -> None:
         for n in range(4, 12):
             given = batch(n, 6)
             assert torch.allclose(learners.forward(given).logits, truth(learners, given))
-    assert Simulated.recorded == looks.KEPT
+    assert Simulated.recorded == forward.KEPT
 
 
 class Fickle(torch.nn.Module):
@@ -185,8 +211,8 @@ def test_inside_a_capture_nothing_else_is_captured() -> None:
     learners, given = runs(lambda: small_net(6)), batch(5, 6)
     for _ in range(3):
         learners.forward(given)
-    graph, found = Graph(LUCK), list[Tensor]()
-    learners.looks, Simulated.recorded = Simulated(), 0
+    graph, found = Graph(GENERATOR), list[Tensor]()
+    learners._forward_graphs, Simulated.recorded = Simulated(), 0
     with Recording(graph) as branches:
         for n in (5, 9):
             found.append(learners.forward(batch(n, 6)).logits)

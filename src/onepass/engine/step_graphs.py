@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepass.engine.branches import Graph, captured, streams
+from onepass.engine.batch import Batch
+from onepass.engine.cuda_streams import Graph, captured, streams
 from onepass.engine.fleet import Fleet, Steps
 from onepass.errors import first_line, is_out_of_memory
-from onepass.streams.batch import Batch
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Stretch:
     graph: Graph
 
 
-class Replays:
+class StepGraphs:
     """Lets a fleet learn from a stretch of batches, or do anything else with each of them: `take` says what, by default `Fleet.learn`.
 
     `capture=False` takes all steps one by one, and so does a device that has no graphs.
@@ -70,13 +70,22 @@ class Replays:
 
     device = "cuda"
 
-    def __init__(self, fleet: Fleet, learner: Captured, take: Callable[[Batch], None] | None = None, *, capture: bool = True) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        learner: Captured,
+        take: Callable[[Batch], None] | None = None,
+        *,
+        capture: bool = True,
+    ) -> None:
         self._fleet, self._learner = fleet, learner
         self._learns, self._take = take is None, take or (lambda batch: fleet.learn(learner, batch))
         self._memory = learner.memory if self._learns else None
         self._on = capture and fleet.device.type == self.device
         self._graphs: dict[Hashable, _Stretch] = {}
-        self._taken: set[Hashable] = set()  # such as were taken step by step once, so that all they need is in its place
+        self._taken: set[Hashable] = (
+            set()
+        )  # such as were taken step by step once, so that all they need is in its place
         if self._on and self.device == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
             streams(fleet.device)  # outside any capture
@@ -86,15 +95,26 @@ class Replays:
         if not self._on or self._learner.form() is None:
             return 1
         period = self._learner.period if self._learns else 1
-        looped = not self._fleet.gradients.stacked  # each run has a gradient of its own, of hundreds of operations
+        looped = (
+            not self._fleet.gradients.stacked
+        )  # each run has a gradient of its own, of hundreds of operations
         if period > LONGEST or (looped and period > 1):
             return 1
-        most = max((LOOPED // self._fleet.runs if looped else STRETCH) // self._learner.passes(), period)
+        most = max(
+            (LOOPED // self._fleet.runs if looped else STRETCH) // self._learner.passes(), period
+        )
         steps = min(at_most, most)
         whole = steps - steps % period
-        if whole < most and period == 1:  # a single step is captured anyway, and a graph more takes longer than some replays of that
+        if (
+            whole < most and period == 1
+        ):  # a single step is captured anyway, and a graph more takes longer than some replays of that
             return 1
-        return whole if whole and all(getattr(self._learner, name) % period == 0 for name in self._learner.counts) else 1
+        return (
+            whole
+            if whole
+            and all(getattr(self._learner, name) % period == 0 for name in self._learner.counts)
+            else 1
+        )
 
     def __call__(self, batches: Batch, steps: int) -> None:
         """Take `steps` batches of one size, which lie one behind the other in `batches`."""
@@ -114,16 +134,34 @@ class Replays:
 
     def _key(self, batches: Batch, steps: int, turns: Hashable) -> Hashable | None:
         """What a captured stretch depends on besides the values of tensors; None if it cannot be captured."""
-        if not self._on or batches.sizes is not None or batches.extra or (self._learns and not self._fleet.steady):
+        if (
+            not self._on
+            or batches.sizes is not None
+            or batches.extra
+            or (self._learns and not self._fleet.steady)
+        ):
             return None
         form = self._learner.form()
-        if form is None or (self._learns and steps > 1 and not all((*self._turns(0), *self._turns(steps)))):
+        if form is None or (
+            self._learns and steps > 1 and not all((*self._turns(0), *self._turns(steps)))
+        ):
             return None
-        return steps, batches.x.shape, self._told(batches), form, turns, _print(self._fleet.places()), *self._state().items()
+        return (
+            steps,
+            batches.x.shape,
+            self._told(batches),
+            form,
+            turns,
+            _print(self._fleet.places()),
+            *self._state().items(),
+        )
 
     def _turns(self, steps: int) -> tuple[bool, ...]:
         """Which counters are at the end of a period after so many steps more."""
-        return tuple((getattr(self._learner, name) + steps) % self._learner.period == 0 for name in self._learner.counts)
+        return tuple(
+            (getattr(self._learner, name) + steps) % self._learner.period == 0
+            for name in self._learner.counts
+        )
 
     def _told(self, batches: Batch) -> int | None:
         """The task, if the learner looks at it: then no other task can replay what was captured."""
@@ -131,14 +169,26 @@ class Replays:
 
     def _state(self) -> dict[str, Hashable]:
         """What a learner has besides its counters: a captured step must leave everything in it where it was."""
-        return {name: _print(value) for name, value in vars(self._learner).items() if name not in self._learner.counts}
+        return {
+            name: _print(value)
+            for name, value in vars(self._learner).items()
+            if name not in self._learner.counts
+        }
 
     def _capture(self, key: Hashable, batches: Batch, steps: int) -> None:
-        x, slots = torch.empty_like(batches.x, memory_format=torch.contiguous_format), batches.slots.clone()
-        inputs, width = replace(batches, x=x, slots=slots, task=self._told(batches)), slots.shape[1] // steps
+        x, slots = (
+            torch.empty_like(batches.x, memory_format=torch.contiguous_format),
+            batches.slots.clone(),
+        )
+        inputs, width = (
+            replace(batches, x=x, slots=slots, task=self._told(batches)),
+            slots.shape[1] // steps,
+        )
         x.copy_(batches.x)
         owners = [(owner, dict(vars(owner))) for owner in (self._fleet, self._learner)]
-        before = self._state() | {name: getattr(self._learner, name) for name in self._learner.counts}
+        before = self._state() | {
+            name: getattr(self._learner, name) for name in self._learner.counts
+        }
         try:
             if self._memory is not None:
                 self._memory.look_ahead(steps)
@@ -146,7 +196,12 @@ class Replays:
             if any(stretch.form != form for stretch in self._graphs.values()):
                 self._forget()
             with nullcontext() if self._memory is None else self._memory.captured():
-                graph = self._record([partial(self._one, _cut(inputs, number, width), number) for number in range(steps)])
+                graph = self._record(
+                    [
+                        partial(self._one, _cut(inputs, number, width), number)
+                        for number in range(steps)
+                    ]
+                )
             self._check(before, steps)
             self._graphs[key] = _Stretch(form, x, slots, graph)
             if len(self._graphs) > KEPT:
@@ -179,12 +234,18 @@ class Replays:
 
     def _check(self, before: Mapping[str, Any], steps: int) -> None:
         """Raise if the captured steps did something that a replay does not repeat."""
-        changed = [name for name, now in self._state().items() if name not in before or before[name] != now]
+        changed = [
+            name for name, now in self._state().items() if name not in before or before[name] != now
+        ]
         if changed:
-            raise RuntimeError(f"a step changes {', '.join(changed)} on the host: tensors are to be written in place, counters named in `counts`")
+            raise RuntimeError(
+                f"a step changes {', '.join(changed)} on the host: tensors are to be written in place, counters named in `counts`"
+            )
         for name in self._learner.counts if self._learns else ():
             if getattr(self._learner, name) != before[name] + steps:
-                raise RuntimeError(f"a step must add one to {name}, which is among the learner's `counts`")
+                raise RuntimeError(
+                    f"a step must add one to {name}, which is among the learner's `counts`"
+                )
 
     def _replay(self, stretch: _Stretch, batches: Batch, steps: int) -> None:
         stretch.x.copy_(batches.x)
@@ -201,7 +262,11 @@ class Replays:
 
 
 def _cut(batches: Batch, number: int, width: int) -> Batch:
-    return batches if width == batches.slots.shape[1] else batches.piece(number * width, (number + 1) * width)
+    return (
+        batches
+        if width == batches.slots.shape[1]
+        else batches.piece(number * width, (number + 1) * width)
+    )
 
 
 def _print(value: Any) -> Hashable:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onepass.engine.program import _add_in_products, resized
+from onepass.engine.tracing import _add_in_products, resized
 
 
 def test_a_bias_that_a_product_is_added_to_stays_as_it_was() -> None:
@@ -33,9 +33,19 @@ def test_a_bias_that_a_product_is_added_to_stays_as_it_was() -> None:
         (lambda x: x / torch.tensor(3.0), True),
         (lambda x: x / torch.tensor(float(len(x))), False),
     ],
-    ids=["one by the size", "multiples of the size", "its square", "another number", "another operation", "a constant", "another constant"],
+    ids=[
+        "one by the size",
+        "multiples of the size",
+        "its square",
+        "another number",
+        "another operation",
+        "a constant",
+        "another constant",
+    ],
 )
-def test_a_program_for_a_third_size_is_the_one_that_would_be_traced_or_there_is_none(function: Callable[[Tensor], Tensor], right: bool) -> None:
+def test_a_program_for_a_third_size_is_the_one_that_would_be_traced_or_there_is_none(
+    function: Callable[[Tensor], Tensor], right: bool
+) -> None:
     four, six, nine = (torch.randn(size, 6) for size in (4, 6, 9))
     made = resized(make_fx(function)(four), 4, make_fx(function)(six), 6, 9)
     assert (made is not None) == right

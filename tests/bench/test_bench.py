@@ -13,23 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.bench import measure, processes
+from onepass.bench.by_hand import PLAIN, Alone, Examples
+from onepass.bench.floor import Rates, Work
+from onepass.bench.floor import work as floor_work
+from onepass.bench.measure import Plan, Report, Row, least_work
+from onepass.bench.processes import Case, Sizes, middle
 from onepass.cli import main
+from onepass.engine.batch import Batch
 from onepass.engine.gradients import Mode
 from onepass.errors import InputError
 from onepass.learners import METHODS
-from onepass.report import bench, timing
-from onepass.report.bench import Plan, Report, Row, least_work
-from onepass.report.floor import Rates, Work
-from onepass.report.plain import PLAIN, Alone, Examples
-from onepass.report.timing import Case, Sizes, middle
-from onepass.streams.batch import Batch
 
 IMAGES, TASKS = 1000, 2
 WIDTHS = (784, 256, 256, 10)
 WEIGHTS = [before * after for before, after in pairwise(WIDTHS)]
 P = sum(WEIGHTS) + sum(WIDTHS[1:])
 EXAMPLE = 784 + 8  # bytes of an image, and its label
-FLOPS = 3 * 2 * sum(WEIGHTS) - 2 * WEIGHTS[0]  # of an example: forward, the weights' gradients, the inputs' but those of the first layer
+FLOPS = (
+    3 * 2 * sum(WEIGHTS) - 2 * WEIGHTS[0]
+)  # of an example: forward, the weights' gradients, the inputs' but those of the first layer
 
 
 def looked_at(batch: Batch) -> Examples:
@@ -45,17 +48,29 @@ def hand_in(learner: Any, name: str, number: int) -> list[Examples]:
     if name == "gem":
         return [looked_at(task) for task in tasks]
     everything, _ = memory.contents()
-    chosen = torch.randperm(TASKS * 250, generator=torch.Generator().manual_seed(number))[: getattr(learner, "reference_batch", 0)]
-    one = tasks[number % TASKS] if name == "s-gem" else Batch(everything.x[:, chosen], everything.slots[:, chosen])
+    chosen = torch.randperm(TASKS * 250, generator=torch.Generator().manual_seed(number))[
+        : getattr(learner, "reference_batch", 0)
+    ]
+    one = (
+        tasks[number % TASKS]
+        if name == "s-gem"
+        else Batch(everything.x[:, chosen], everything.slots[:, chosen])
+    )
     memory.draw = memory.of_chosen = lambda _: one
     return [looked_at(one)]
 
 
 def by_hand_as_ours(name: str, margin: float = 0.0) -> None:
-    feed, fleet, learner, phase = middle(name, 1, TASKS, IMAGES, learning_rate=0.05, margin=margin, sensitivity=2.0)
+    feed, fleet, learner, phase = middle(
+        name, 1, TASKS, IMAGES, learning_rate=0.05, margin=margin, sensitivity=2.0
+    )
     if "pull" in learner.keeps:  # so strong that it shows
         learner.state()["pull"].mul_(10 / learner.state()["pull"].max())
-    run, start, steps = Alone(learner), fleet.theta.clone(), 12 if learner.violations is None else 40
+    run, start, steps = (
+        Alone(learner),
+        fleet.theta.clone(),
+        12 if learner.violations is None else 40,
+    )
     for number, batch in enumerate(islice(feed.batches(phase), steps)):
         past = hand_in(learner, name, number)
         PLAIN[name].step(run, looked_at(batch), past)
@@ -67,7 +82,10 @@ def by_hand_as_ours(name: str, margin: float = 0.0) -> None:
     def same(mine: list[Any], theirs: Tensor, before: Tensor | float) -> None:
         moved = theirs - before
         assert moved.norm() > 0
-        assert torch.cat([part.detach().flatten() for part in mine]).sub(theirs[0]).norm() < 1e-3 * moved.norm()
+        assert (
+            torch.cat([part.detach().flatten() for part in mine]).sub(theirs[0]).norm()
+            < 1e-3 * moved.norm()
+        )
 
     same(run.parameters, fleet.theta, start)
     for key in {"squares", "fisher", "path", "fresh", "start"} & run.state.keys():
@@ -84,13 +102,23 @@ def test_gem_by_hand_knows_the_margin() -> None:
 
 
 def test_every_method_of_this_stream_but_the_one_that_grows_is_written_by_hand() -> None:
-    assert {*PLAIN} == {name for name, found in METHODS.items() if not found.learner.needs_own_classes} - {"prog-nn"}
+    assert {*PLAIN} == {
+        name for name, found in METHODS.items() if not found.learner.needs_own_classes
+    } - {"prog-nn"}
 
 
 @pytest.mark.parametrize("name", ["a-gem", "gem", "s-gem"])
-def test_a_loop_looks_at_as_much_of_the_past_as_the_method_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_looks_at_as_much_of_the_past_as_the_method_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[list[int]] = []
-    monkeypatch.setitem(PLAIN, name, PLAIN[name]._replace(step=lambda _, batch, past: sizes.append([len(batch[1]), *(len(y) for _, y in past)])))
+    monkeypatch.setitem(
+        PLAIN,
+        name,
+        PLAIN[name]._replace(
+            step=lambda _, batch, past: sizes.append([len(batch[1]), *(len(y) for _, y in past)])
+        ),
+    )
     assert Case(name, 1, None, TASKS, IMAGES).loop("cpu")(3) == 3
     assert sizes == 3 * [{"a-gem": [10, 256], "gem": [10, 250, 250], "s-gem": [10, 250]}[name]]
 
@@ -146,7 +174,10 @@ def test_the_floor_of_gem_grows_with_the_past() -> None:
         ("mas", 2.0),  # the pull and the anchor are read
         ("ewc", 2 + 2 + 0.2),  # squares are added to, and every tenth step the Fisher information
         ("pi", 2 + 2),  # the path is added to
-        ("rwalk", 2 + 2 + 2 + 0.6),  # squares and path; every tenth step the scores, where they began, and the Fisher information
+        (
+            "rwalk",
+            2 + 2 + 2 + 0.6,
+        ),  # squares and path; every tenth step the scores, where they began, and the Fisher information
     ],
 )
 def test_the_floor_counts_what_a_step_reads_and_writes_of_the_state(name: str, kept: float) -> None:
@@ -157,11 +188,14 @@ def test_the_floor_counts_what_a_step_reads_and_writes_of_the_state(name: str, k
 
 def test_frozen_columns_are_passed_through_and_not_learnt() -> None:
     feed, fleet, learner, phase = middle("prog-nn", 1, 1, IMAGES)
-    found = bench.work(fleet, learner, islice(feed.batches(phase), 2))
+    found = floor_work(fleet, learner, islice(feed.batches(phase), 2))
     trained = fleet.theta[:, fleet.trainable].shape[1]
     assert trained < fleet.theta.shape[1]
     assert found.bytes == 4 * (fleet.theta.shape[1] + trained) + 10 * EXAMPLE
-    first, second = sum(WEIGHTS[:-1]), 2 * sum(WEIGHTS)  # the old head does not answer; the new column has lateral connections everywhere
+    first, second = (
+        sum(WEIGHTS[:-1]),
+        2 * sum(WEIGHTS),
+    )  # the old head does not answer; the new column has lateral connections everywhere
     assert found.flops == 10 * (2 * first + 2 * 2 * second + 2 * sum(WEIGHTS[1:]))
 
 
@@ -173,15 +207,28 @@ def test_the_slower_of_products_and_copies_is_the_floor() -> None:
 @pytest.fixture(scope="module")
 def report() -> Report:
     told: list[str] = []
-    asked = Plan("cpu", ["van", "mas"], [1, 3], rounds=2, tasks=1, both=True, seconds=0.01, images=IMAGES, cores=1, sizes=Sizes(64, 1000))
-    found = bench.run(asked, told.append)
+    asked = Plan(
+        "cpu",
+        ["van", "mas"],
+        [1, 3],
+        rounds=2,
+        tasks=1,
+        both=True,
+        seconds=0.01,
+        images=IMAGES,
+        cores=1,
+        sizes=Sizes(64, 1000),
+    )
+    found = measure.run(asked, told.append)
     assert len(told) == len(found.rows)
     return found
 
 
 def test_there_is_a_line_for_each_method_and_number_of_runs(report: Report) -> None:
     assert [(row.method, row.runs, row.way) for row in report.rows] == [
-        (name, runs, way) for name in ("van", "mas") for runs, way in ((1, "looped"), (3, "stacked"), (3, "looped"))
+        (name, runs, way)
+        for name in ("van", "mas")
+        for runs, way in ((1, "looped"), (3, "stacked"), (3, "looped"))
     ]
 
 
@@ -195,18 +242,22 @@ def test_the_numbers_of_a_line_fit_together(report: Report) -> None:
 
 
 def test_an_error_in_a_process_is_raised_here() -> None:
-    with timing.workers("cpu", cores=1) as processes, pytest.raises(KeyError, match="prog-nn"):
-        processes.time(processes.plain[:1], [Case("prog-nn", 1, None, 1, IMAGES)], 1)
+    with processes.workers("cpu", cores=1) as started, pytest.raises(KeyError, match="prog-nn"):
+        started.time(started.plain[:1], [Case("prog-nn", 1, None, 1, IMAGES)], 1)
 
 
 @pytest.mark.parametrize("reason", [EOFError(), MemoryError("not enough")])
-def test_what_does_not_fit_is_one_sentence(reason: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_one_sentence(
+    reason: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise reason
 
-    monkeypatch.setattr(timing.Workers, "time", fail)
-    with pytest.raises(InputError, match=r"there is no room for er with up to 900 runs .*: use fewer --runs"):
-        bench.run(Plan("cpu", ["er"], [1, 900], images=IMAGES, cores=1, sizes=Sizes(64, 1000)))
+    monkeypatch.setattr(processes.Workers, "time", fail)
+    with pytest.raises(
+        InputError, match=r"there is no room for er with up to 900 runs .*: use fewer --runs"
+    ):
+        measure.run(Plan("cpu", ["er"], [1, 900], images=IMAGES, cores=1, sizes=Sizes(64, 1000)))
 
 
 def made(eager: float | None = 100.0, both: bool = False) -> Report:
@@ -215,7 +266,11 @@ def made(eager: float | None = 100.0, both: bool = False) -> Report:
 
 
 def cells(found: Report) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in bench.markdown(found).splitlines() if line.startswith("| ")]
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in measure.markdown(found).splitlines()
+        if line.startswith("| ")
+    ]
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -223,15 +278,26 @@ def test_table_markdown_and_json_say_the_same(both: bool) -> None:
     found = made(both=both)
     way = ["stacked"] if both else []
     assert cells(found)[2:] == [["van", "5", *way, "100", "12.3", "8.1", "0.5", "4.1%"]]
-    shown = bench.table(found)
+    shown = measure.table(found)
     headings, _, *body = cells(found)
     assert [str(column.header) for column in shown.columns] == headings
-    assert [list(column.cells) for column in shown.columns] == [list(column) for column in zip(*body, strict=True)]
+    assert [list(column.cells) for column in shown.columns] == [
+        list(column) for column in zip(*body, strict=True)
+    ]
     assert "241 GFLOP/s" in str(shown.caption)
     assert "21 GB/s" in str(shown.caption)
-    (row,) = json.loads(json.dumps(bench.document(found)))["rows"]
+    (row,) = json.loads(json.dumps(measure.document(found)))["rows"]
     assert row.pop("work") == {"flops": 120_500, "bytes": 1.0}
-    assert row == {"method": "van", "runs": 5, "way": "stacked", "eager": 100, "ours": 12.345, "ratio": 8.1, "floor": 0.5, "share": 0.5 / 12.345}
+    assert row == {
+        "method": "van",
+        "runs": 5,
+        "way": "stacked",
+        "eager": 100,
+        "ours": 12.345,
+        "ratio": 8.1,
+        "floor": 0.5,
+        "share": 0.5 / 12.345,
+    }
 
 
 def test_a_method_that_nobody_wrote_by_hand_has_a_dash() -> None:
@@ -239,7 +305,10 @@ def test_a_method_that_nobody_wrote_by_hand_has_a_dash() -> None:
 
 
 def test_the_command_prints_the_table_and_writes_it_to_files(
-    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report: Report,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[Plan] = []
 
@@ -247,17 +316,19 @@ def test_the_command_prints_the_table_and_writes_it_to_files(
         asked.append(plan)
         return report
 
-    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(measure, "run", run)
     with pytest.raises(SystemExit) as stop:
-        main(f"bench --device cpu --methods van,a-gem --runs 1,3 --json {tmp_path}/t.json --markdown {tmp_path}/t.md".split())
+        main(
+            f"bench --device cpu --methods van,a-gem --runs 1,3 --json {tmp_path}/t.json --markdown {tmp_path}/t.md".split()
+        )
     assert stop.value.code == 0
     assert asked == [Plan("cpu", ["van", "a-gem"], [1, 3])]
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
     for row in cells(report)[2:]:
         assert row in lines
-    assert json.loads((tmp_path / "t.json").read_text()) == bench.document(report)
-    assert (tmp_path / "t.md").read_text() == bench.markdown(report)
+    assert json.loads((tmp_path / "t.json").read_text()) == measure.document(report)
+    assert (tmp_path / "t.md").read_text() == measure.markdown(report)
     assert re.search(r"784-256-256-10, batch 10", printed.replace("\n", " "))
 
 
@@ -268,7 +339,11 @@ def test_the_command_prints_the_table_and_writes_it_to_files(
         ("--methods icarl", "classes of their own"),
         ("--methods=,", "at least one method"),
         ("--device gpu", "cpu, cuda or auto"),
-        pytest.param("--device cuda", "--device cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")),
+        pytest.param(
+            "--device cuda",
+            "--device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
         ("--runs 0", "--runs '0'"),
         ("--runs 1,five", "--runs '1,five'"),
         ("--runs 1,-5", "--runs '1,-5'"),
@@ -281,7 +356,9 @@ def test_the_command_prints_the_table_and_writes_it_to_files(
         ("--markdown {tmp}/file/table.md", "is not a folder"),
     ],
 )
-def test_bad_input_is_one_sentence(options: str, mentions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_sentence(
+    options: str, mentions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as stop:
         main(["bench", *options.format(tmp=tmp_path).split()])

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
-from onepass.engine import dual
-from onepass.engine.dual import solve
+from onepass.engine import quadratic
+from onepass.engine.quadratic import solve
 from onepass.learners.gem import closest
 
 Array = NDArray[np.float64]
@@ -35,9 +35,17 @@ def problem(seed: int, n: int, size: int, *, little: float = 0.0) -> tuple[Array
     return g - random.uniform(0, 2) * common, G * 10 ** random.uniform(-6, 6, (n, 1))
 
 
-def solved(g: Array, G: Array, margin: float = 0.0, ridge: float = 0.0, noise: float = dual.NOISE) -> tuple[Array, Array]:
+def solved(
+    g: Array, G: Array, margin: float = 0.0, ridge: float = 0.0, noise: float = quadratic.NOISE
+) -> tuple[Array, Array]:
     """`v` and `g̃ = g + Gᵀ v`."""
-    v, ended = solve(torch.from_numpy(G @ G.T)[None], torch.from_numpy(G @ g)[None], torch.tensor([margin]), ridge, noise)
+    v, ended = solve(
+        torch.from_numpy(G @ G.T)[None],
+        torch.from_numpy(G @ g)[None],
+        torch.tensor([margin]),
+        ridge,
+        noise,
+    )
     assert v.dtype == torch.float64
     assert ended.tolist() == [True]
     return v[0].numpy(), g + G.T @ v[0].numpy()
@@ -45,14 +53,21 @@ def solved(g: Array, G: Array, margin: float = 0.0, ridge: float = 0.0, noise: f
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 12), size=st.integers(2, 40))
-@example(seed=5407, n=8, size=2)  # needs two gradients that are opposite but for 0.005: an eigenvalue of 0.8 noise
+@example(
+    seed=5407, n=8, size=2
+)  # needs two gradients that are opposite but for 0.005: an eigenvalue of 0.8 noise
 @example(seed=9498, n=20, size=3)  # and here of less than a hundredth of it
-def test_the_gradient_is_the_one_that_nonnegative_least_squares_finds(seed: int, n: int, size: int) -> None:
+def test_the_gradient_is_the_one_that_nonnegative_least_squares_finds(
+    seed: int, n: int, size: int
+) -> None:
     g, G = problem(seed, n, size)
     columns, length = unit(G).T, np.linalg.norm(g)
     multipliers = nnls(columns, -g)[0]
     least = np.linalg.svd(columns[:, multipliers > 0], compute_uv=False).min(initial=1)
-    for noise, found in ((dual.NOISE, least**2 >= dual.NOISE / 2), (2.0**-40, True)):  # products are exact here, but for the rounding of float64
+    for noise, found in (
+        (quadratic.NOISE, least**2 >= quadratic.NOISE / 2),
+        (2.0**-40, True),
+    ):  # products are exact here, but for the rounding of float64
         _, z = solved(g, G, noise=noise)
         assert np.linalg.norm(z - g - columns @ multipliers) <= 1e-5 * length or not found
         assert (unit(G) @ z).min() >= -(1e-6 if found else np.sqrt(noise)) * length
@@ -64,21 +79,33 @@ def test_margin_and_ridge_are_those_of_the_solver_on_the_host(margin: float, rid
     random = np.random.default_rng(0)
     for n in (1, 2, 5, 9):
         for scale in (0.03, 1.0, 20.0):
-            g, G = random.standard_normal(12) * scale, random.standard_normal((n, 12)) * random.uniform(0.5, 2, (n, 1)) * scale
+            g, G = (
+                random.standard_normal(12) * scale,
+                random.standard_normal((n, 12)) * random.uniform(0.5, 2, (n, 1)) * scale,
+            )
             expected = closest(torch.from_numpy(g), torch.from_numpy(G), margin, ridge).numpy()
-            assert np.linalg.norm(solved(g, G, margin, ridge)[1] - expected) <= 1e-7 * np.linalg.norm(expected)
+            assert np.linalg.norm(
+                solved(g, G, margin, ridge)[1] - expected
+            ) <= 1e-7 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(("margin", "ridge"), SETTINGS)
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 40, 100])
-def test_the_solution_satisfies_the_optimality_conditions(n: int, margin: float, ridge: float) -> None:
+def test_the_solution_satisfies_the_optimality_conditions(
+    n: int, margin: float, ridge: float
+) -> None:
     random = np.random.default_rng(n)
     for correlation in (0.0, 0.5, 0.95, 0.999):
         common = random.standard_normal(150)
-        G = np.sqrt(correlation) * common + np.sqrt(1 - correlation) * random.standard_normal((n, 150))
+        G = np.sqrt(correlation) * common + np.sqrt(1 - correlation) * random.standard_normal(
+            (n, 150)
+        )
         g = random.standard_normal(150) - common
         v, _ = solved(g, G, margin, ridge)
-        w, size = G @ (g + G.T @ v) + ridge * v, np.linalg.norm(G, axis=1) * (np.linalg.norm(g) + margin * np.linalg.norm(G.sum(0)))
+        w, size = (
+            G @ (g + G.T @ v) + ridge * v,
+            np.linalg.norm(G, axis=1) * (np.linalg.norm(g) + margin * np.linalg.norm(G.sum(0))),
+        )
         assert v.min() >= margin
         assert (w / size).min() >= -1e-8
         assert np.abs((v - margin) * w / size).max() <= 1e-8
@@ -88,20 +115,26 @@ def test_a_hundred_constraints_in_few_dimensions_are_met() -> None:
     for seed in range(5):
         g, G = problem(seed, 100, 30)
         _, z = solved(g, G)
-        assert np.linalg.norm(z - closest(torch.from_numpy(g), torch.from_numpy(unit(G))).numpy()) <= 1e-6 * np.linalg.norm(g)
+        assert np.linalg.norm(
+            z - closest(torch.from_numpy(g), torch.from_numpy(unit(G))).numpy()
+        ) <= 1e-6 * np.linalg.norm(g)
 
 
 @pytest.mark.parametrize("little", [1e-3, 1e-4, 1e-6, 1e-9])
-def test_almost_equal_and_almost_opposite_constraints_are_met_to_the_root_of_the_noise(little: float) -> None:
+def test_almost_equal_and_almost_opposite_constraints_are_met_to_the_root_of_the_noise(
+    little: float,
+) -> None:
     for seed in range(60):
         g, G = problem(seed, 8, 20, little=little)
-        for noise, most in ((dual.NOISE, 1e-3), (2.0**-40, 1e-6)):
+        for noise, most in ((quadratic.NOISE, 1e-3), (2.0**-40, 1e-6)):
             _, z = solved(g, G, noise=noise)
             assert (unit(G) @ z).min() >= -most * np.linalg.norm(g)
             assert np.linalg.norm(z) <= (1 + 1e-6) * np.linalg.norm(g)
 
 
-def with_errors(seed: int, n: int, size: int, little: float, error: float) -> tuple[bool, float, float]:
+def with_errors(
+    seed: int, n: int, size: int, little: float, error: float
+) -> tuple[bool, float, float]:
     """Whether it is solved when sums are only known to a relative error; and by how much a constraint is violated, and the length, both by ‖g‖."""
     g, G = problem(seed, n, size, little=little)
     random, lengths = np.random.default_rng(seed), np.linalg.norm(G, axis=1)
@@ -113,8 +146,13 @@ def with_errors(seed: int, n: int, size: int, little: float, error: float) -> tu
     return bool(ended.all()), -float((unit(G) @ z).min()), float(np.linalg.norm(z))
 
 
-@pytest.mark.parametrize(("n", "size", "little", "most"), [(10, 20, 0.0, 1e-5), (10, 20, 1e-3, 1e-3), (10, 20, 1e-6, 1e-4), (100, 30, 0.0, 1e-4)])
-def test_errors_of_single_precision_stay_small(n: int, size: int, little: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("n", "size", "little", "most"),
+    [(10, 20, 0.0, 1e-5), (10, 20, 1e-3, 1e-3), (10, 20, 1e-6, 1e-4), (100, 30, 0.0, 1e-4)],
+)
+def test_errors_of_single_precision_stay_small(
+    n: int, size: int, little: float, most: float
+) -> None:
     for seed in range(600 // n):
         ended, violated, length = with_errors(seed, n, size, little, 1e-6)
         assert ended
@@ -160,7 +198,10 @@ def test_a_run_that_violates_nothing_has_only_zeros() -> None:
 
 def batch(n: int, runs: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     problems = [problem(seed, n, 2 * n + 2) for seed in range(runs)]
-    grams, products = (torch.from_numpy(np.stack([f(g, unit(G)) for g, G in problems])) for f in (lambda g, G: G @ G.T, lambda g, G: G @ g))
+    grams, products = (
+        torch.from_numpy(np.stack([f(g, unit(G)) for g, G in problems]))
+        for f in (lambda g, G: G @ G.T, lambda g, G: G @ g)
+    )
     return grams, products, torch.tensor([0.0, 0.5, 1.0]).repeat(runs)[:runs]
 
 
@@ -179,7 +220,10 @@ def test_a_run_does_not_depend_on_its_neighbours() -> None:
     assert ended.tolist() == [True] * 5 + [False]
     assert torch.equal(still[:5], together[:5])
     for r in range(5):
-        assert torch.equal(solve(grams[r : r + 1], products[r : r + 1], margins[r : r + 1], 1e-3)[0][0], together[r])
+        assert torch.equal(
+            solve(grams[r : r + 1], products[r : r + 1], margins[r : r + 1], 1e-3)[0][0],
+            together[r],
+        )
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
@@ -197,34 +241,42 @@ def test_the_rule_of_the_least_index_finds_the_same(monkeypatch: pytest.MonkeyPa
         gram = batch(n)[0]
         expected, _ = solve(*batch(n))
         with monkeypatch.context() as patched:
-            patched.setattr(dual, "PATIENCE", 0)
-            patched.setattr(dual, "MOST", 10**6)
+            patched.setattr(quadratic, "PATIENCE", 0)
+            patched.setattr(quadratic, "MOST", 10**6)
             found, ended = solve(*batch(n))
         assert ended.all()
         # Of almost dependent constraints the multipliers may differ by more than what they make.
-        assert torch.allclose((gram @ found[..., None]), (gram @ expected[..., None]), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(
+            (gram @ found[..., None]), (gram @ expected[..., None]), rtol=1e-6, atol=1e-6
+        )
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_with_too_many_exchanges_or_no_gram_matrix_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_too_many_exchanges_or_no_gram_matrix_is_not_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     indefinite = torch.tensor([[[1.0, -2.0], [-2.0, 1.0]]], dtype=torch.float64)
     v, ended = solve(indefinite, -torch.ones(1, 2, dtype=torch.float64), torch.zeros(1))
     assert ended.tolist() == [False]
     assert v.tolist() == [[0, 0]]
-    monkeypatch.setattr(dual, "MOST", 0.5)  # one for two constraints
-    v, ended = solve(torch.eye(2, dtype=torch.float64)[None], torch.tensor([[-2.0, -0.501]], dtype=torch.float64), torch.tensor([0.5]))
+    monkeypatch.setattr(quadratic, "MOST", 0.5)  # one for two constraints
+    v, ended = solve(
+        torch.eye(2, dtype=torch.float64)[None],
+        torch.tensor([[-2.0, -0.501]], dtype=torch.float64),
+        torch.tensor([0.5]),
+    )
     assert ended.tolist() == [False]
     assert v.tolist() == [[0.5, 0.5]]
 
 
 def test_a_run_takes_few_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dual, "MOST", 3)
+    monkeypatch.setattr(quadratic, "MOST", 3)
     for n in (4, 16, 64):
         assert solve(*batch(n))[1].all()
 
 
 def test_sizes_beyond_the_kernel_are_solved_on_the_host() -> None:
-    assert not dual.available(max(dual.WARPS) + 1)
+    assert not quadratic.available(max(quadratic.WARPS) + 1)
 
 
 @cuda
@@ -247,7 +299,7 @@ def test_the_kernel_finds_what_the_host_finds(n: int, ridge: float) -> None:
 
 @cuda
 def test_the_kernel_never_waits_for_the_host_and_replays_in_a_graph() -> None:
-    if not dual.available():
+    if not quadratic.available():
         pytest.skip("there is no Triton here")
     inputs = [x.cuda() for x in batch(9)]
     expected, _ = solve(inputs[0], inputs[1], inputs[2])

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
+from onepass.bench.by_hand import PLAIN
+from onepass.bench.floor import Rates, Work, work
+from onepass.bench.processes import CLASSES, INPUTS, RECIPE, Case, Sizes, Workers, middle, workers
 from onepass.engine.gradients import Mode
 from onepass.errors import InputError, first_line, is_out_of_memory
-from onepass.report.floor import Rates, Work, work
-from onepass.report.plain import PLAIN
-from onepass.report.timing import CLASSES, INPUTS, RECIPE, Case, Sizes, Workers, middle, workers
 from onepass.streams.base import TASKS
 from onepass.studies.packing import deal
 from onepass.studies.recipe import load
@@ -88,8 +88,12 @@ def whole_numbers(text: str) -> list[int]:
     [1, 5, 40]
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 6 and int(word) > 0 for word in words):
-        raise InputError(f"--runs '{text[:40]}' is not possible: write whole numbers from 1 to 99999 with commas between them, such as 1,5,40")
+    if not words or not all(
+        word.isascii() and word.isdecimal() and len(word) < 6 and int(word) > 0 for word in words
+    ):
+        raise InputError(
+            f"--runs '{text[:40]}' is not possible: write whole numbers from 1 to 99999 with commas between them, such as 1,5,40"
+        )
     return list(dict.fromkeys(int(word) for word in words))
 
 
@@ -98,8 +102,12 @@ def plan(device: str, methods: str, runs: str, rounds: int, tasks: int, both: bo
     if not 1 <= rounds <= ROUNDS:
         raise InputError(f"--rounds {rounds} is not possible: use 1 to {ROUNDS}")
     if not 1 <= tasks < TASKS["ev"]:
-        raise InputError(f"--tasks {tasks} is not possible: of the {TASKS['ev']} tasks of this stream, 1 to {TASKS['ev'] - 1} can be past")
-    return Plan(device, load(RECIPE, methods=methods).methods, whole_numbers(runs), rounds, tasks, both)
+        raise InputError(
+            f"--tasks {tasks} is not possible: of the {TASKS['ev']} tasks of this stream, 1 to {TASKS['ev'] - 1} can be past"
+        )
+    return Plan(
+        device, load(RECIPE, methods=methods).methods, whole_numbers(runs), rounds, tasks, both
+    )
 
 
 def least_work(name: str, tasks: int, images: int) -> Work:
@@ -119,8 +127,14 @@ def run(asked: Plan, tell: Callable[[str], None] = lambda _: None) -> Report:
                 rows.append(row)
                 tell(f"{name}, R = {row.runs}, {row.way}: {_number(row.ours)} µs a run-step")
             processes.forget()
-            rates = rates.best(processes.rates(asked.sizes))  # a slow minute at the start would flatter everything
-        machine = torch.cuda.get_device_name() if asked.device == "cuda" else f"{processes.cores} cores, {platform.machine()}"
+            rates = rates.best(
+                processes.rates(asked.sizes)
+            )  # a slow minute at the start would flatter everything
+        machine = (
+            torch.cuda.get_device_name()
+            if asked.device == "cuda"
+            else f"{processes.cores} cores, {platform.machine()}"
+        )
     return Report(asked, machine, torch.__version__, rates, rows)
 
 
@@ -146,12 +160,17 @@ def _measure(processes: Workers, asked: Plan, name: str) -> list[Row]:
         shares = [len(share) for share in deal(range(runs), min(runs, len(processes.each)))]
         for mode in modes:
             alone = [_Timed([pipe], [case(1, mode)], 1) for pipe in processes.alone]
-            dealt = [_Timed(processes.each[: len(shares)], [case(share, mode) for share in shares], runs)]
+            dealt = [
+                _Timed(processes.each[: len(shares)], [case(share, mode) for share in shares], runs)
+            ]
             ours[runs, _way(asked.device, mode, runs)] = alone if runs == 1 else dealt
     everything = [*eager, *(one for candidates in ours.values() for one in candidates)]
     found: dict[int, list[float]] = {id(one): [] for one in everything}
     try:
-        counts = [max(1, int(asked.seconds / processes.time(one.pipes, one.cases, FIRST))) for one in everything]
+        counts = [
+            max(1, int(asked.seconds / processes.time(one.pipes, one.cases, FIRST)))
+            for one in everything
+        ]
         for _ in range(asked.rounds):
             for one, count in zip(everything, counts, strict=True):
                 found[id(one)].append(processes.time(one.pipes, one.cases, count) / one.runs * 1e6)
@@ -159,7 +178,9 @@ def _measure(processes: Workers, asked: Plan, name: str) -> list[Row]:
         if not isinstance(reason, EOFError) and not is_out_of_memory(reason):
             raise
         why = "a process has died" if isinstance(reason, EOFError) else first_line(reason)
-        raise InputError(f"there is no room for {name} with up to {max(asked.runs)} runs ({why}): use fewer --runs, or leave it out") from None
+        raise InputError(
+            f"there is no room for {name} with up to {max(asked.runs)} runs ({why}): use fewer --runs, or leave it out"
+        ) from None
 
     def best(candidates: list[_Timed]) -> list[float]:
         return min((found[id(one)] for one in candidates), key=median)
@@ -167,8 +188,22 @@ def _measure(processes: Workers, asked: Plan, name: str) -> list[Row]:
     by_hand, rows = best(eager) if eager else None, []
     for (runs, way), candidates in ours.items():
         mine = best(candidates)
-        ratio = None if by_hand is None else median(theirs / one for theirs, one in zip(by_hand, mine, strict=True))
-        rows.append(Row(name, runs, way, None if by_hand is None else median(by_hand), median(mine), ratio, least))
+        ratio = (
+            None
+            if by_hand is None
+            else median(theirs / one for theirs, one in zip(by_hand, mine, strict=True))
+        )
+        rows.append(
+            Row(
+                name,
+                runs,
+                way,
+                None if by_hand is None else median(by_hand),
+                median(mine),
+                ratio,
+                least,
+            )
+        )
     return rows
 
 
@@ -195,7 +230,9 @@ def _number(value: float | None) -> str:
 
 def _shown(report: Report) -> list[int]:
     """The columns that say something."""
-    return [number for number, heading in enumerate(HEADINGS) if heading != "way" or report.plan.both]
+    return [
+        number for number, heading in enumerate(HEADINGS) if heading != "way" or report.plan.both
+    ]
 
 
 def _notes(report: Report) -> list[str]:
@@ -211,9 +248,15 @@ def _notes(report: Report) -> list[str]:
 
 def table(report: Report) -> Table:
     """For people."""
-    made = Table(title="microseconds a run-step", title_justify="left", box=None, padding=(0, 0, 0, 1))
+    made = Table(
+        title="microseconds a run-step", title_justify="left", box=None, padding=(0, 0, 0, 1)
+    )
     for number in _shown(report):
-        made.add_column(HEADINGS[number], justify="left" if HEADINGS[number] in ("method", "way") else "right", no_wrap=True)
+        made.add_column(
+            HEADINGS[number],
+            justify="left" if HEADINGS[number] in ("method", "way") else "right",
+            no_wrap=True,
+        )
     for row in report.rows:
         made.add_row(*(_cells(report, row)[number] for number in _shown(report)))
     made.caption, made.caption_justify = "\n".join(_notes(report)), "left"
@@ -230,5 +273,8 @@ def markdown(report: Report) -> str:
 
 def document(report: Report) -> dict[str, Any]:
     """For programs: numbers as they were measured."""
-    rows = [asdict(row) | {"floor": report.floor(row), "share": report.floor(row) / row.ours} for row in report.rows]
+    rows = [
+        asdict(row) | {"floor": report.floor(row), "share": report.floor(row) / row.ours}
+        for row in report.rows
+    ]
     return asdict(report) | {"rows": rows}

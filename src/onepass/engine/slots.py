@@ -22,16 +22,6 @@ class Slots:
     table: tuple[tuple[int, ...], ...]
     union: bool = False
 
-    @staticmethod
-    def shared(tasks: int, classes: int) -> Slots:
-        """One head of `classes` outputs for all tasks."""
-        return Slots(tuple(tuple(range(classes)) for _ in range(tasks)))
-
-    @staticmethod
-    def separate(tasks: int, classes: int) -> Slots:
-        """A head of `classes` outputs for each task."""
-        return Slots(tuple(tuple(range(k * classes, (k + 1) * classes)) for k in range(tasks)))
-
     @property
     def count(self) -> int:
         return 1 + max(max(row) for row in self.table)
@@ -48,11 +38,18 @@ class Competition:
         everything = tuple(range(slots.count))
         rows: dict[int, tuple[int, ...]] = {slot: row for row in slots.table for slot in row}
         self.evaluated = _Rivals({s: rows.get(s, (s,)) for s in everything}, device)
-        self.trained = _Rivals(dict.fromkeys(everything, everything), device) if slots.union else self.evaluated
+        self.trained = (
+            _Rivals(dict.fromkeys(everything, everything), device)
+            if slots.union
+            else self.evaluated
+        )
 
     def cross_entropy(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Mean over the batch of `-log softmax(logits of the competitors)[slot]`."""
-        rivals, place = self.trained.select(logits, slots), self.trained.position[slots] if self.trained.partial else slots
+        rivals, place = (
+            self.trained.select(logits, slots),
+            self.trained.position[slots] if self.trained.partial else slots,
+        )
         if not logits.is_cuda:
             return functional.cross_entropy(rivals, place)
         surprise: Tensor = _Surprise.apply(rivals, place)  # type: ignore[no-untyped-call]
@@ -61,12 +58,16 @@ class Competition:
     def outputs(self, logits: Tensor, slots: Tensor) -> Tensor:
         """The outputs of each example's own task, `[..., C]`; zero where a task has fewer than others."""
         chosen = self.evaluated.select(logits, slots)
-        return chosen.masked_fill(self.evaluated.competitors[slots] < 0, 0) if self.evaluated.ragged else chosen
+        return (
+            chosen.masked_fill(self.evaluated.competitors[slots] < 0, 0)
+            if self.evaluated.ragged
+            else chosen
+        )
 
-    def sample(self, logits: Tensor, slots: Tensor, luck: Tensor) -> Tensor:
-        """For each example a slot drawn from the network's own prediction, by `luck` that is uniform on [0, 1)."""
+    def sample(self, logits: Tensor, slots: Tensor, uniform: Tensor) -> Tensor:
+        """For each example a slot drawn from the network's own prediction, by `uniform` that is uniform on [0, 1)."""
         likely = self.trained.select(logits, slots).softmax(-1).cumsum(-1)
-        place = (likely < luck[..., None]).sum(-1)
+        place = (likely < uniform[..., None]).sum(-1)
         if not self.trained.partial:
             return place.clamp(max=likely.shape[-1] - 1)
         rivals = self.trained.competitors[slots]
@@ -76,7 +77,9 @@ class Competition:
         """Whether the best of an example's competitors is its slot. A score that is not a number is never right."""
         chosen = self.evaluated.select(scores, slots)
         best = chosen.argmax(-1)
-        return (best == (self.evaluated.position[slots] if self.evaluated.partial else slots)) & ~chosen.isnan().any(-1)
+        return (
+            best == (self.evaluated.position[slots] if self.evaluated.partial else slots)
+        ) & ~chosen.isnan().any(-1)
 
 
 class _Surprise(torch.autograd.Function):
@@ -96,16 +99,23 @@ class _Surprise(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         logits, place = ctx.saved_tensors
         share = 1 / place.shape[-1]
-        right = (place[..., None] == torch.arange(logits.shape[-1], device=logits.device)).to(logits.dtype) * -share
+        right = (place[..., None] == torch.arange(logits.shape[-1], device=logits.device)).to(
+            logits.dtype
+        ) * -share
         return torch.add(right, logits.softmax(-1), alpha=share) * upstream, None
 
 
 class _Rivals:
     def __init__(self, rows: dict[int, tuple[int, ...]], device: torch.device) -> None:
-        everything, different = tuple(range(len(rows))), list({id(row): row for row in rows.values()}.values())
+        everything, different = (
+            tuple(range(len(rows))),
+            list({id(row): row for row in rows.values()}.values()),
+        )
         width = max(map(len, different))
         self.partial, self.ragged = any(row != everything for row in different), False
-        if not self.partial:  # one head: a table of its own would grow with the square of the classes
+        if (
+            not self.partial
+        ):  # one head: a table of its own would grow with the square of the classes
             self.position = torch.arange(len(rows), device=device)
             self.competitors = self.position.expand(len(rows), -1)
             return
