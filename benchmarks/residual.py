@@ -105,7 +105,7 @@ def by_engine(method: str, tasks: int) -> Callable[[], None]:
         prepare=pool.prepare_images,
     )
     found = METHODS[method].learner
-    memory = EpisodicMemory(fleet, TASKS, BUDGET) if found.needs_memory else None
+    memory = EpisodicMemory(fleet, TASKS, BUDGET) if found.needs.memory else None
     options = (
         found.options(reference_batch=1300)
         if hasattr(found.options(), "reference_batch")

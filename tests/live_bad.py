@@ -92,7 +92,7 @@ def in_a_second_task(
     for x, y in one:
         learner.observe(x, y)
     if not learner.task_free:
-        learner.end_task(again=one if learner.learner.needs_review else None)
+        learner.end_task(again=one if learner.learner.needs.second_pass else None)
     for x, y in two:
         learner.observe(x, y)
     if isinstance(module, Rich):

@@ -14,7 +14,7 @@ from onepass.learners import METHODS
 STREAMING = [
     name
     for name, m in METHODS.items()
-    if not (m.joined or m.learner.own_network or m.learner.needs_own_classes)
+    if not (m.joined or m.learner.needs.own_network or m.learner.needs.own_classes)
 ]
 
 

@@ -11,7 +11,7 @@ from live_saving import SUPPORTED, Own
 from onepass import Memory, OnePass
 from toys import FEATURES
 
-GROWING = [name for name, learner in SUPPORTED.items() if not learner.needs_own_classes]
+GROWING = [name for name, learner in SUPPORTED.items() if not learner.needs.own_classes]
 SETTINGS: dict[str, dict[str, Any]] = {name: {} for name in GROWING} | {
     "ewc, online": {"fisher": "moving-average", "fisher_every": 2}
 }

@@ -68,8 +68,8 @@ class Offered:
         shown = self.show(memory, labels)
         self.labels += shown
         self.task += [memory.task] * len(shown)
-        self.batch += [memory.fleet.number] * len(shown)
-        memory.fleet.number += 1  # the step was taken
+        self.batch += [memory.fleet.steps] * len(shown)
+        memory.fleet.steps += 1  # the step was taken
         memory.commit(shown)
 
 

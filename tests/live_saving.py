@@ -18,7 +18,7 @@ from toys import FEATURES
 SUPPORTED = {
     name: found.learner
     for name, found in METHODS.items()
-    if not (found.joined or found.learner.own_network)
+    if not (found.joined or found.learner.needs.own_network)
 }
 TASKS = [[0, 1], [2, 3], [4, 5]]
 SMALL = Memory(per_task=7)

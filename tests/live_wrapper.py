@@ -16,7 +16,9 @@ from toys import FEATURES, Asking, Normed, Tied, small_net
 
 CLASSES = 4
 LIVE = [
-    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
+    name
+    for name, found in METHODS.items()
+    if not found.joined and not found.learner.needs.own_network
 ]
 Pair = tuple[Any, Tensor]
 

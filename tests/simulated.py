@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU: operations are recorded as they are captured, and replayed in any order that their waits allow."""
+"""CUDA graphs on a CPU: operations are recorded as they are captured, and launched in any order that their waits allow."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Simulated(StepGraphs):
 
     device = "cpu"
     generator = Random(0)
-    replayed = 0
+    launched = 0
 
     def _record(self, work: Sequence[Callable[[], None]]) -> Graph:
         graph = Graph(self.generator)
@@ -129,6 +129,6 @@ class Simulated(StepGraphs):
         graph.undo()
         return graph
 
-    def _replay(self, *arguments: Any) -> None:
-        Simulated.replayed += 1
-        super()._replay(*arguments)
+    def _launch(self, *arguments: Any) -> None:
+        Simulated.launched += 1
+        super()._launch(*arguments)

@@ -250,7 +250,7 @@ def test_rows_have_their_own_hyperparameters_and_a_method_its_options() -> None:
         learner.memory.include_current,
         learner.memory.with_replacement,
     ) == ("ring", True, True)
-    assert learner.reference_batch == 7  # type: ignore[attr-defined]
+    assert learner.option.reference_batch == 7  # type: ignore[attr-defined]
 
 
 def test_state_bytes_count_parameters_importances_and_memory() -> None:

@@ -180,9 +180,9 @@ def test_replayed_steps_end_where_eager_ones_do(
     eager, captured = Ends(), Ends()
     records = train(data, "cv", found, runs(found), SETUP, keeper=eager)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     with caplog.at_level(logging.WARNING):
         same(records, train(data, "cv", found, runs(found), SETUP, keeper=captured))
     assert not caplog.records
-    assert Simulated.replayed > 5
+    assert Simulated.launched > 5
     same_bits(eager, captured)

@@ -12,6 +12,7 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
+from onepass.learners.declarations import Needs
 from onepass.metrics import Record
 from onepass.streams.base import Heads, Part, Pool, Stream, Task, separate_heads, shared_heads
 from onepass.studies.results import Result
@@ -170,9 +171,9 @@ def by_hand(fleet: Fleet, batch: Batch, run: int) -> tuple[Tensor, Tensor]:
 class Follow:
     """A learner that takes the direction it is given."""
 
-    def __init__(self, direction: Callable[[Batch], Tensor], wants_delta: bool = False) -> None:
+    def __init__(self, direction: Callable[[Batch], Tensor], delta: bool = False) -> None:
         self.direction = direction
-        self.wants_delta = wants_delta
+        self.needs = Needs(delta=delta)
         self.deltas: list[Tensor] = []
 
     def accept(self) -> None: ...

@@ -278,13 +278,13 @@ class EpisodicMemory:
 
     def _choose(self, population: list[int], count: int) -> Tensor:
         """This step's choice; inside a task the runs that are active all take the same steps, so it can be made ahead of time."""
-        if self.fleet.tick is None:
+        if not self.fleet.in_step:
             return self._reference.sample(self.fleet.step, population, count)
-        return self._ahead.sample(self.fleet.step, self.fleet.tick, population, count)
+        return self._ahead.sample(self.fleet.step, self.fleet.steps, population, count)
 
     def _choose_ahead(self, count: int, steps: int) -> Tensor:
         """The choices of the next steps, `[R, steps, count]`."""
-        return self._ahead.samples(self.fleet.step, self.fleet.ticks, self.sizes, count, steps)
+        return self._ahead.samples(self.fleet.step, self.fleet.steps, self.sizes, count, steps)
 
     # ---- steps that are captured and replayed
 

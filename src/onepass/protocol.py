@@ -134,10 +134,7 @@ def train(
                 stream, part, method, runs, setup, options, device=device
             )
             record = Recorder(fleet, learner, feed, evaluate)
-        learn, look_again = (
-            StepGraphs(fleet, learner),
-            StepGraphs(fleet, learner, learner.look_again),
-        )
+        learn, review = StepGraphs(fleet, learner), StepGraphs(fleet, learner, review=True)
         first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
         if saved is None:
             record.begin()
@@ -170,8 +167,13 @@ def train(
                         else steps * fleet.runs
                     )
                 keep_if_due(phase, number, number - steps)
-            if learner.needs_review:
-                _review(learner, feed, phase, look_again)
+            if learner.needs.second_pass:
+                learner.begin_review()
+                for batches, steps in feed.stretches(
+                    phase, 0, lambda _, left: review.stretch(left)
+                ):
+                    review(batches, steps)
+                learner.end_review()
             learner.end_task()
             record.clock.stop()
             record.end_task()
@@ -181,16 +183,6 @@ def train(
             if phase + 1 < feed.phases:
                 keep_if_due(phase + 1, 0, 0)
         return record.records([(run.seed, run.hyperparameters) for run in runs])
-
-
-def _review(learner: Learner, feed: Feed, phase: int, look_again: StepGraphs) -> None:
-    if type(learner).review is not Learner.review:
-        learner.review(feed.batches(phase))
-        return
-    learner.begin_review()
-    for batches, steps in feed.stretches(phase, 0, lambda _, left: look_again.stretch(left)):
-        look_again(batches, steps)
-    learner.end_review()
 
 
 def _snapshot(
@@ -268,6 +260,7 @@ def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: Recorder) 
     if learner.memory is not None:
         learner.memory.restore(part("memory"), saved.numbers["task"])
     record.restore(part("record"), saved.numbers["record"])
+    fleet.steps_in_task = saved.batches
 
 
 def assemble(
@@ -279,6 +272,7 @@ def assemble(
     options: object | None = None,
     *,
     device: torch.device | str = "cpu",
+    fleet_type: type[Fleet] = Fleet,
 ) -> tuple[Feed, Fleet, Learner]:
     """The feed, fleet and learner of some runs, before their first step."""
     seeds = [run.seed for run in runs]
@@ -292,7 +286,7 @@ def assemble(
         union_softmax=setup.union_softmax,
     )
     pool, network, outputs = stream.pool.on(device), setup.model(), feed.slots.count
-    fleet = Fleet(
+    fleet = fleet_type(
         lambda: network.build(pool.x.shape[1], pool.shape, outputs),
         seeds,
         feed.slots,
@@ -306,7 +300,7 @@ def assemble(
         for name in method.learner.hyperparameters
     }
     memory = None
-    if method.learner.needs_memory:
+    if method.learner.needs.memory:
         memory = EpisodicMemory(
             fleet,
             feed.tasks,

@@ -30,7 +30,7 @@ def at_once(fleet: Fleet, batch: Batch) -> int:
     return most if fleet.device.type == "cpu" else max(1, most // batch.x[:, 0].numel())
 
 
-def answers(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
+def right_predictions(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
     """Which examples are answered right, `[R, n]`; nothing waits for the device."""
     pieces = [
         batch.piece(start, start + at_once(fleet, batch))
@@ -43,7 +43,7 @@ def answers(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
 
 def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
     """Share of right answers of each run on its own examples, `[R]` in float64; NaN for a run without examples."""
-    return share(answers(fleet, learner, batch), batch.sizes)
+    return share(right_predictions(fleet, learner, batch), batch.sizes)
 
 
 def share(right: Tensor, sizes: Sequence[int] | None) -> Tensor:
@@ -115,7 +115,7 @@ class Recorder:
         self.fleet, self.learner, self.feed, self.evaluate = fleet, learner, feed, evaluate
         runs, tasks, phases = fleet.runs, feed.tasks, feed.phases
         self.clock = Clock(fleet.device)
-        self._has_curve = learner.has_curve and not feed.joined
+        self._has_curve = not (learner.needs.ended_task or feed.joined)
         self.diverged = [False] * runs
         self._accuracy = np.full((runs, phases, tasks), np.nan)
         self._curve = np.full((runs, tasks if self._has_curve else 0, BETA + 1), np.nan)
@@ -169,7 +169,9 @@ class Recorder:
                 )
             )
             right = torch.split_with_sizes(
-                answers(self.fleet, self.learner, together), [t.x.shape[1] for t in tests], 1
+                right_predictions(self.fleet, self.learner, together),
+                [t.x.shape[1] for t in tests],
+                1,
             )
             found += [share(mine, test.sizes) for mine, test in zip(right, tests, strict=True)]
         return _array(torch.stack(found, 1))
@@ -179,7 +181,7 @@ class Recorder:
         group: list[Batch] = []
         for task in range(self.feed.tasks):
             test = self.feed.test(task)
-            alone = self.fleet.device.type == "cpu" or self.learner.answers_by_task
+            alone = self.fleet.device.type == "cpu" or self.learner.needs.task_to_predict
             if group and (
                 alone or sum(t.x.shape[1] for t in [*group, test]) > at_once(self.fleet, test)
             ):
@@ -218,7 +220,7 @@ class Recorder:
         contents = memory.contents(room=fixed) if memory is not None and self.evaluate else None
         if contents is not None:
             batch, owner = contents
-            right = answers(self.fleet, self.learner, batch)
+            right = right_predictions(self.fleet, self.learner, batch)
             of = [owner == task for task in range(self._phase + 1)]
             self._memory[:, self._phase, : self._phase + 1] = _array(
                 torch.stack([(right & own).sum(1).double() / own.sum(1) for own in of], 1)

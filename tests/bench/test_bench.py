@@ -64,7 +64,7 @@ def by_hand_as_ours(name: str, margin: float = 0.0) -> None:
     feed, fleet, learner, phase = middle(
         name, 1, TASKS, IMAGES, learning_rate=0.05, margin=margin, sensitivity=2.0
     )
-    if "pull" in learner.keeps:  # so strong that it shows
+    if "pull" in learner.state():  # so strong that it shows
         learner.state()["pull"].mul_(10 / learner.state()["pull"].max())
     run, start, steps = (
         Alone(learner),
@@ -103,7 +103,7 @@ def test_gem_by_hand_knows_the_margin() -> None:
 
 def test_every_method_of_this_stream_but_the_one_that_grows_is_written_by_hand() -> None:
     assert {*PLAIN} == {
-        name for name, found in METHODS.items() if not found.learner.needs_own_classes
+        name for name, found in METHODS.items() if not found.learner.needs.own_classes
     } - {"prog-nn"}
 
 

@@ -1,4 +1,4 @@
-"""Steps that are captured and replayed on a GPU."""
+"""Steps that are captured and launched on a GPU."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ pytestmark = pytest.mark.skipif(
 
 
 class Watched(StepGraphs):
-    """Counts what is replayed."""
+    """Counts what is launched."""
 
-    replayed = 0
+    launched = 0
 
-    def _replay(self, *arguments: Any) -> None:
-        Watched.replayed += 1
-        super()._replay(*arguments)
+    def _launch(self, *arguments: Any) -> None:
+        Watched.launched += 1
+        super()._launch(*arguments)
 
 
 def on_gpu(
     method: Method, stream: Stream, monkeypatch: pytest.MonkeyPatch, *, capture: bool
 ) -> tuple[list[Record], int]:
-    Watched.replayed = 0
+    Watched.launched = 0
     monkeypatch.setattr("onepass.protocol.StepGraphs", Watched)
     if not capture:
         monkeypatch.setattr(Watched, "_key", lambda *_: None)
     records = train(stream, "cv", method, runs(method), SETUP, device="cuda")
     monkeypatch.undo()
-    return records, Watched.replayed
+    return records, Watched.launched
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,11 +72,11 @@ def test_captured_steps_end_where_eager_ones_do(
 ) -> None:
     stream = digits(STREAM.get(method, "permuted-digits"))
     with caplog.at_level(logging.WARNING):
-        captured, replayed = on_gpu(METHODS[method], stream, monkeypatch, capture=True)
+        captured, launched = on_gpu(METHODS[method], stream, monkeypatch, capture=True)
     assert not caplog.records
-    assert replayed > 10
-    eager, replayed = on_gpu(METHODS[method], stream, monkeypatch, capture=False)
-    assert replayed == 0
+    assert launched > 10
+    eager, launched = on_gpu(METHODS[method], stream, monkeypatch, capture=False)
+    assert launched == 0
     same(captured, eager)
 
 
@@ -93,7 +93,7 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
                 "onepass.protocol.TRIED", 0
             )  # whatever is fastest now may not be so again
             patch.setattr("onepass.protocol.StepGraphs", Watched)
-            patch.setattr(Watched, "replayed", 0)
+            patch.setattr(Watched, "launched", 0)
             if not capture:
                 patch.setattr(Watched, "_key", lambda *_: None)
             train(
@@ -105,7 +105,7 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
                 device="cuda",
                 keeper=keeper,
             )
-            assert (Watched.replayed > 4) == capture
+            assert (Watched.launched > 4) == capture
     assert not caplog.records
     same_bits(*ends)
 
@@ -170,8 +170,8 @@ def test_a_method_that_cannot_be_captured_is_taken_step_by_step(
 ) -> None:
     method = replace(METHODS["van"], learner=kind)
     with caplog.at_level(logging.WARNING):
-        captured, replayed = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
-    assert replayed == 0
+        captured, launched = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
+    assert launched == 0
     assert "one by one" in caplog.text
     assert word in caplog.text.lower()
     same(captured, on_gpu(method, digits("permuted-digits"), monkeypatch, capture=False)[0])
@@ -181,8 +181,8 @@ def test_a_method_that_looks_at_the_task_is_captured_for_each_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     method = replace(METHODS["van"], learner=Told)
-    captured, replayed = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
-    assert replayed > 20
+    captured, launched = on_gpu(method, digits("permuted-digits"), monkeypatch, capture=True)
+    assert launched > 20
     same(captured, on_gpu(method, digits("permuted-digits"), monkeypatch, capture=False)[0])
 
 

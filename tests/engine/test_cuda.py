@@ -54,7 +54,7 @@ def test_a_run_on_the_gpu_equals_the_run_on_the_cpu(method: str, ragged: bool) -
             learner.begin_task(phase)
             for batch in feed.batches(phase):
                 fleet.learn(learner, batch)
-            if learner.needs_review:
+            if learner.needs.second_pass:
                 learner.review(feed.batches(phase))
             learner.end_task()
         theta = fleet.architecture.numbers(fleet.theta).cpu()
@@ -76,7 +76,7 @@ def test_a_step_never_waits_for_the_gpu(method: str) -> None:
     feed, fleet, learner = assemble(
         stream, "cv", METHODS[method], rows(method), SETUP, device="cuda"
     )
-    if method == "gem" and learner.form() is None:
+    if method == "gem" and learner.capture() is None:
         pytest.skip("without Triton it solves small problems on the host")
     for phase in range(feed.phases):
         learner.begin_task(phase)
@@ -86,7 +86,7 @@ def test_a_step_never_waits_for_the_gpu(method: str) -> None:
                 fleet.learn(learner, batch)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        if learner.needs_review:
+        if learner.needs.second_pass:
             learner.review(feed.batches(phase))
         learner.end_task()
 

@@ -13,6 +13,7 @@ from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
 from onepass.errors import InputError
+from onepass.learners.declarations import Needs
 from onepass.streams.base import separate_heads
 from toys import (
     FEATURES,
@@ -180,7 +181,7 @@ def test_the_fleet_applies_the_direction_at_each_runs_rate_and_tells_the_step_re
 ):
     fleet = Fleet(small_net, [1, 2], Slots(separate_heads(4, 2)), [0.5, 0.25])
     before, direction = fleet.theta.clone(), torch.randn_like(fleet.theta)
-    learner = Follow(lambda _: direction, wants_delta=True)
+    learner = Follow(lambda _: direction, delta=True)
     fleet.learn(learner, batch_of(2))
     assert torch.allclose(fleet.theta, before - torch.tensor([[0.5], [0.25]]) * direction)
     assert torch.equal(learner.deltas[0], fleet.theta - before)
@@ -190,7 +191,7 @@ def test_the_fleet_applies_the_direction_at_each_runs_rate_and_tells_the_step_re
 def test_a_run_without_examples_sits_the_step_out() -> None:
     fleet = fleet_of(Normed)
     before = fleet.theta.clone()
-    learner = Follow(lambda b: fleet.grad(b)[0] + 1, wants_delta=True)
+    learner = Follow(lambda b: fleet.grad(b)[0] + 1, delta=True)
     fleet.learn(learner, batch_of(sizes=(7, 0, 3)))
     assert torch.equal(fleet.theta[1], before[1])
     assert (learner.deltas[0][1] == 0).all()
@@ -324,7 +325,7 @@ def test_what_is_new_after_a_change_is_initialised_anew() -> None:
 class Balance:
     """Mixes the gradients of two batches by their losses."""
 
-    wants_delta = False
+    needs = Needs()
 
     def __init__(self, fleet: Fleet, other: Batch) -> None:
         self.fleet, self.other = fleet, other
@@ -367,7 +368,7 @@ class Columns(nn.Module):
 class Grow:
     """Adds a column and two outputs at the beginning of each task, and keeps a trace of squared gradients across the change."""
 
-    wants_delta = False
+    needs = Needs()
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

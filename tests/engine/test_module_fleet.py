@@ -148,7 +148,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     with pytest.raises(InputError, match="not finite"):
         fleet.learn(huge, batch_of(1, seed=2))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert fleet.number == 1
+    assert fleet.steps == 1
 
 
 def test_dropout_is_a_function_of_seed_and_step_and_leaves_torchs_generator_alone() -> None:

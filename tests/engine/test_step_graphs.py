@@ -1,4 +1,4 @@
-"""Steps that are captured and replayed, on a CPU that simulates it; `test_captured.py` does it on a GPU."""
+"""Steps that are captured and launched, on a CPU that simulates it; `test_captured.py` does it on a GPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from onepass.engine.step_graphs import StepGraphs
 from onepass.engine.tracing import trace
 from onepass.errors import is_out_of_memory
 from onepass.learners import METHODS
+from onepass.learners.declarations import Capture
 from onepass.learners.er import Er
 from onepass.learners.van import Van
 from onepass.models.norm import Constants
@@ -92,11 +93,11 @@ def test_replayed_in_any_order_that_their_waits_allow_steps_end_where_eager_ones
     eager, captured = Ends(), Ends()
     records = train(stream, part, found, runs(found), SETUP, options, keeper=eager)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     with caplog.at_level(logging.WARNING):
         same(records, train(stream, part, found, runs(found), SETUP, options, keeper=captured))
     assert not caplog.records
-    assert ragged or Simulated.replayed > 5
+    assert ragged or Simulated.launched > 5
     same_bits(eager, captured)
 
 
@@ -105,34 +106,31 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_replayed(
     learning_rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     three = [Run(seed, {"learning_rate": learning_rate if seed == 1 else 0.1}) for seed in range(3)]
     records = train(digits("permuted-digits"), "cv", METHODS["s-gem"], three, SETUP)
     assert records[1].diverged == (learning_rate > 1)
-    assert Simulated.replayed > 40
+    assert Simulated.launched > 40
 
 
 class EverySecond(Er):
     """Asks its memory for something in every second step, and otherwise for the same or for something else."""
 
-    counts, period, otherwise = ("turn",), 2, 0
+    otherwise = 0
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.turn = 0
+    def capture(self) -> Capture | None:
+        found = super().capture()
+        return None if found is None else replace(found, period=2)
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
-        count = 3 if self.turn % 2 else self.otherwise
+        count = 3 if self.fleet.steps_in_task % 2 else self.otherwise
         past = self.episodic.draw(count) if count else None
         with self.fleet.workspace():
             if past is not None:
                 g = g + self.fleet.grad(past)[0]
         self.episodic.observe(batch)
         return g
-
-    def accept(self) -> None:
-        self.turn += 1
 
 
 @pytest.mark.parametrize("otherwise", [0, 3, 2])
@@ -145,12 +143,12 @@ def test_a_step_that_asks_the_memory_now_and_then_gets_what_is_its_own(
     method, eager, captured = replace(METHODS["er"], learner=EverySecond), Ends(), Ends()
     train(digits("permuted-digits", 60), "cv", method, runs(method), SETUP, keeper=eager)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     with caplog.at_level(logging.WARNING):
         train(digits("permuted-digits", 60), "cv", method, runs(method), SETUP, keeper=captured)
     same_bits(eager, captured)
     assert ("asks the episodic memory for something else" in caplog.text) == (otherwise == 2)
-    assert Simulated.replayed > (0 if otherwise == 2 else 10)
+    assert Simulated.launched > (0 if otherwise == 2 else 10)
 
 
 def test_a_method_that_reads_the_task_is_captured_for_each_task(
@@ -179,7 +177,7 @@ def test_steps_of_a_long_period_are_replayed_one_by_one_and_its_last_by_another_
         keeper=eager,
     )
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     train(
         digits("permuted-digits"),
         "cv",
@@ -189,7 +187,7 @@ def test_steps_of_a_long_period_are_replayed_one_by_one_and_its_last_by_another_
         options,
         keeper=captured,
     )
-    assert Simulated.replayed > 200
+    assert Simulated.launched > 200
     same_bits(eager, captured)
 
 
@@ -242,13 +240,13 @@ def test_residual_networks_are_replayed_too(
     monkeypatch.setattr(gradients, "trace", partial(trace, on_gpu=True))
     train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=eager)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     with caplog.at_level(logging.WARNING):
         train(
             digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=captured
         )
     assert not caplog.records
-    assert Simulated.replayed > 8
+    assert Simulated.launched > 8
     same_bits(eager, captured)
 
 
@@ -308,8 +306,8 @@ def test_a_capture_counts_nothing() -> None:
         learner.begin_task(task)
         for batches, steps in feed.stretches(task, 0, lambda _, left: min(left, 3)):
             take(batches, steps)
-        assert learner.number == -(-47 // SETUP.batch_size)  # type: ignore[attr-defined]
-        assert int(fleet.step[0]) == (task + 1) * learner.number  # type: ignore[attr-defined]
+        assert fleet.steps_in_task == -(-47 // SETUP.batch_size)  # type: ignore[attr-defined]
+        assert int(fleet.step[0]) == (task + 1) * fleet.steps_in_task
         learner.end_task()
 
 
@@ -328,11 +326,11 @@ CHANGES: list[Callable[[dict[str, Any]], Any]] = [
 def test_whatever_the_host_changes_is_noticed(change: Callable[[dict[str, Any]], Any]) -> None:
     values: dict[str, Any] = {"list": [], "number": 1, "tensor": torch.zeros(2), "map": {"a": 1}}
     values |= {"deep": {"er": []}, "queue": deque(), "array": np.zeros(2)}
-    before = step_graphs._print(values)
+    before = step_graphs._fingerprint(values)
     values["tensor"] += 1
-    assert step_graphs._print(values) == before, "what is written in place is no change"
+    assert step_graphs._fingerprint(values) == before, "what is written in place is no change"
     change(values)
-    assert step_graphs._print(values) != before
+    assert step_graphs._fingerprint(values) != before
 
 
 class Full(Simulated):
@@ -379,11 +377,11 @@ def test_a_method_that_does_things_on_the_host_is_taken_step_by_step(
     method = replace(METHODS["van"], learner=kind)
     eager = train(ToyStream(), "ev", method, runs(method), SETUP)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
-    monkeypatch.setattr(Simulated, "replayed", 0)
+    monkeypatch.setattr(Simulated, "launched", 0)
     with caplog.at_level(logging.WARNING):
         same(eager, train(ToyStream(), "ev", method, runs(method), SETUP))
-    assert Simulated.replayed == 0
-    assert f"one by one, not replayed: a step changes {word} on the host" in caplog.text
+    assert Simulated.launched == 0
+    assert f"one by one, not captured: a step changes {word} on the host" in caplog.text
 
 
 def test_every_learner_says_what_its_steps_depend_on() -> None:
@@ -391,7 +389,7 @@ def test_every_learner_says_what_its_steps_depend_on() -> None:
     for name in set(METHODS) - {"icarl"}:
         *_, learner = assemble(stream, "ev", METHODS[name], runs(METHODS[name]), SETUP)
         learner.begin_task(0)
-        assert (learner.form() is not None) == (
+        assert (learner.capture() is not None) == (
             name != "gem"
         )  # which needs a GPU to solve its dual without the host
 

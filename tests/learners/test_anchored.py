@@ -48,7 +48,7 @@ def make(case: str, fleet: Fleet, strength: float = 0.5) -> Anchored:
 def finish(case: str, learner: Anchored, batches: list[Batch]) -> None:
     """What the protocol does after the last batch of a task."""
     kind, options = CASES[case]
-    if kind.looks_again(options):
+    if kind.needs_with(options).second_pass:
         learner.review(iter(batches))
     learner.end_task()
 
@@ -143,7 +143,7 @@ def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task
     kind, options = CASES[case]
     looks: list[list[Batch]] = []
     ends: list[int] = []
-    begin_review, look_again, end_task = kind.begin_review, kind.look_again, kind.end_task
+    begin_review, look_again, end_task = kind.begin_review, kind.review_batch, kind.end_task
 
     def began(self: Anchored) -> None:
         looks.append([])
@@ -160,7 +160,7 @@ def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task
         assert (self.pull > 0).any(1).all()
 
     monkeypatch.setattr(kind, "begin_review", began)
-    monkeypatch.setattr(kind, "look_again", looked)
+    monkeypatch.setattr(kind, "review_batch", looked)
     monkeypatch.setattr(kind, "end_task", ended)
     name = next(name for name, method in METHODS.items() if method.learner is kind)
     runs = [Run(3, {"learning_rate": 0.1, "strength": 0.5})]
@@ -173,7 +173,7 @@ def test_the_protocol_shows_it_every_example_of_a_task_once_more_before_the_task
         options,
         evaluate=False,
     )
-    if not kind.looks_again(options):
+    if not kind.needs_with(options).second_pass:
         assert (len(looks), len(ends)) == (0, 4)
         return
     assert ends == [1, 2, 3, 4]

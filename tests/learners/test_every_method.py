@@ -45,7 +45,7 @@ everywhere = pytest.mark.parametrize(  # every method on every stream that makes
         (m, s)
         for m in METHODS
         for s in STREAM
-        if not (METHODS[m].learner.needs_own_classes and s in SHARED)
+        if not (METHODS[m].learner.needs.own_classes and s in SHARED)
     ],
 )
 every_size = pytest.mark.parametrize("size", [1, 3])
@@ -67,7 +67,7 @@ def finish(
         learner.begin_task(phase)
         for batch in feed.batches(phase):
             fleet.learn(learner, batch)
-        if learner.needs_review:
+        if learner.needs.second_pass:
             learner.review(feed.batches(phase))
         learner.end_task()
     return fleet, learner
@@ -143,7 +143,7 @@ def test_every_example_is_shown_once_and_a_second_look_is_declared(
     method: str, stream: str, size: int
 ) -> None:
     *_, passes = trained(method, stream, size)
-    looks = 1 + METHODS[method].learner.looks_again(METHODS[method].learner.options())
+    looks = 1 + METHODS[method].learner.needs_with(METHODS[method].learner.options()).second_pass
     assert passes == [phase for phase in range(max(passes) + 1) for _ in range(looks)]
 
 
@@ -181,7 +181,7 @@ def test_state_is_plain_tensors_of_the_fleets_rows(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, found in METHODS.items() if found.learner.needs_memory]
+    "method", [name for name, found in METHODS.items() if found.learner.needs.memory]
 )
 def test_without_a_past_a_method_with_a_memory_is_plain_sgd(method: str) -> None:
     feed, fleet, learner = assemble(
@@ -217,7 +217,7 @@ def test_a_method_learns(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, found in METHODS.items() if found.learner.needs_own_classes]
+    "method", [name for name, found in METHODS.items() if found.learner.needs.own_classes]
 )
 def test_a_method_that_needs_classes_of_its_own_says_so_on_other_streams(method: str) -> None:
     with pytest.raises(InputError, match="classes of their own"):
@@ -254,7 +254,7 @@ def test_a_step_asks_the_device_no_question(method: str) -> None:
                 fleet.learn(
                     learner, batch
                 )  # the first steps of a shape may ask: they build and check programs
-        if learner.needs_review:
+        if learner.needs.second_pass:
             learner.review(feed.batches(phase))
         learner.end_task()
     assert asked == []

@@ -309,8 +309,8 @@ def test_in_its_first_task_the_original_is_plain_sgd_and_looks_at_the_data_a_sec
     for g in learn(learner, 5):
         plain.theta -= 0.1 * g
     assert torch.allclose(learner.fleet.theta, plain.theta, atol=1e-6)
-    assert Ewc.looks_again(Options())
-    assert not Ewc.looks_again(Options(fisher="moving-average"))
+    assert Ewc.needs_with(Options()).second_pass
+    assert not Ewc.needs_with(Options(fisher="moving-average")).second_pass
 
 
 def test_a_run_without_examples_in_a_task_keeps_its_pull_and_its_anchor() -> None:

@@ -17,6 +17,7 @@ from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.feed import Feed
 from onepass.learners import METHODS
+from onepass.learners.declarations import Workload
 from onepass.learners.prognn import Options, ProgNN
 from onepass.metrics import metrics
 from onepass.models.mlp import mlp
@@ -243,19 +244,23 @@ def test_new_columns_depend_on_the_seed_and_the_task_and_on_no_other_run() -> No
     assert all(not torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
 
 
+def work(tasks: int) -> Workload:
+    return Workload(tasks, batch_size=10, memory_per_task=1)
+
+
 @pytest.mark.parametrize("inputs", [False, True])
 def test_parameters_grow_with_the_square_of_the_tasks_and_the_estimate_covers_them(
     inputs: bool,
 ) -> None:
     _, fleet, learner = made(inputs=inputs)
-    estimate = [learner.peak_bytes(tasks) for tasks in range(1, 5)]
+    estimate = [learner.peak_bytes(work(tasks)) for tasks in range(1, 5)]
     own, between = 5 * (FEATURES + 1) + 8 * (5 + 1), 5 * 8 + (FEATURES * 5 if inputs else 0)
     for k in range(4):
         learner.begin_task(k)
         assert fleet.theta.shape == (2, (k + 1) * own + k * (k + 1) // 2 * between)
         assert estimate[k] >= 2 * 4 * fleet.theta.shape[1]  # parameters and a gradient
     fleet, learner = with_images()
-    expected = learner.peak_bytes(2)
+    expected = learner.peak_bytes(work(2))
     learner.begin_task(1)
     assert expected >= fleet.state_bytes() > 0
 
@@ -273,7 +278,7 @@ def test_the_estimate_allocates_nothing_and_draws_nothing() -> None:
 
     random, theta = torch.get_rng_state(), fleet.theta
     with Listen():
-        learner.peak_bytes(17)
+        learner.peak_bytes(work(17))
     assert torch.equal(torch.get_rng_state(), random)
     assert fleet.theta is theta
     assert allocated == 0

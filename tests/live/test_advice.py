@@ -25,8 +25,8 @@ PROTECTED_BY_AN_END = [
     for name, found in METHODS.items()
     if not (
         found.joined
-        or found.learner.own_network
-        or found.learner.needs_own_classes
+        or found.learner.needs.own_network
+        or found.learner.needs.own_classes
         or name == "van"
     )
 ]

@@ -236,7 +236,7 @@ def test_an_answer_for_a_task_is_one_of_its_classes(method: str) -> None:
         data = [(x, torch.tensor(classes)[y]) for x, y in stream(classes=range(2))]
         for x, y in data:
             learner.observe(x, y, task=name)
-        learner.end_task(again=data if learner.learner.needs_review else None)
+        learner.end_task(again=data if learner.learner.needs.second_pass else None)
     for name, classes in (("a", {0, 1}), ("b", {2, 4})):
         assert set(learner.predict(x, task=name).tolist()) <= classes
         if method != "icarl":
@@ -252,7 +252,7 @@ def test_a_module_may_have_more_outputs_than_the_tasks_have_classes(method: str)
         data = stream(3, classes=classes)
         for x, y in data:
             learner.observe(x, y)
-        learner.end_task(again=data if learner.learner.needs_review else None)
+        learner.end_task(again=data if learner.learner.needs.second_pass else None)
     assert set(learner.predict(x, task=1).tolist()) <= {2, 3}
     assert all(
         torch.equal(value[4:], before[name][4:]) for name, value in module[2].state_dict().items()
@@ -307,7 +307,7 @@ def test_mixed_precision_keeps_parameters_in_full_precision(method: str) -> None
         for x, y in data:
             assert mixed.observe(x, y) == pytest.approx(full.observe(x, y), rel=0.1)
         for learner in (mixed, full):
-            learner.end_task(again=data if learner.learner.needs_review else None)
+            learner.end_task(again=data if learner.learner.needs.second_pass else None)
     assert set(seen) == {torch.bfloat16}
     assert all(p.dtype == torch.float32 for p in module.parameters())
     assert torch.allclose(flat(module), flat(twin), atol=0.05)

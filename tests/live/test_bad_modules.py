@@ -23,7 +23,9 @@ CORRECTING = [
 ]  # they look at the memory in a pass of its own
 PASSES = dict.fromkeys(CORRECTING, 2)  # of a step in a second task; the batch comes last
 LIVE = [
-    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
+    name
+    for name, found in METHODS.items()
+    if not found.joined and not found.learner.needs.own_network
 ]
 
 # ---- modules and losses in trouble

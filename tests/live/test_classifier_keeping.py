@@ -88,7 +88,7 @@ def test_a_pickle_in_the_middle_of_a_stream_goes_on_identically(method: str) -> 
     twins = [pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)]
     for one in (learner, *twins):
         one.partial_fit(X[30:], y[30:])
-        one.end_task(X, y) if one.learner_.learner.needs_review else one.end_task()
+        one.end_task(X, y) if one.learner_.learner.needs.second_pass else one.end_task()
         one.partial_fit(X, y + 3)
     for twin in twins:
         assert same(learner, twin)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 TASKS = [[0, 1], [2, 3], [4, 5]]
 ABLE = [
-    name for name, method in METHODS.items() if not method.joined and not method.learner.own_network
+    name
+    for name, method in METHODS.items()
+    if not method.joined and not method.learner.needs.own_network
 ]
 
 

@@ -27,7 +27,7 @@ TASKS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 BOTH = {
     name: found.learner
     for name, found in METHODS.items()
-    if not (found.joined or found.learner.own_network)
+    if not (found.joined or found.learner.needs.own_network)
 }
 STRENGTH = {"ewc": 3.0, "mas": 1.0, "pi": 0.5, "rwalk": 5.0}
 
@@ -95,7 +95,7 @@ EVERY = [
     Case(name, options, stream)
     for name, options in METHOD
     for stream in (HEAD_A_TASK, ONE_HEAD)
-    if not (BOTH[name].needs_own_classes and stream.shared)
+    if not (BOTH[name].needs.own_classes and stream.shared)
 ]
 NETWORKS = [
     Case(name, options, build=build)
@@ -176,7 +176,7 @@ def both(case: Case) -> Ends:
         for batch in feed.batches(phase):
             fleet.learn(learner, batch)
             live.observe(prepare(batch.x[0]), batch.slots[0])
-        if learner.needs_review:
+        if learner.needs.second_pass:
             learner.review(feed.batches(phase))
         learner.end_task()
         live.end_task(

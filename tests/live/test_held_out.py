@@ -153,7 +153,7 @@ def test_a_restored_memory_goes_on_identically(
     for _ in range(10):
         offered(memory, some_labels(random))
     fresh = memory_of(plan, policy, task_free)
-    fresh.fleet.number = memory.fleet.number
+    fresh.fleet.steps = memory.fleet.steps
     fresh.restore(
         {name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters()
     )

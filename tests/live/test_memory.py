@@ -242,7 +242,7 @@ def test_a_memory_that_held_more_than_it_may_goes_on_from_its_file_and_shrinks(
         for step in range(30):
             offered(memory, range(5 * step, 5 * step + 5))
     fresh = memory_of(plan, "class-balanced", task_free=True)
-    fresh.fleet.number = memory.fleet.number
+    fresh.fleet.steps = memory.fleet.steps
     fresh.restore(memory.state(), memory.counters())
     assert fresh.size == memory.size == 100
     fresh.draw(5)

@@ -51,7 +51,7 @@ def test_a_draw_is_without_replacement_and_a_function_of_seed_and_step() -> None
     seen: set[int] = set()
     drawn = {}
     for step in range(100, 180):
-        memory.fleet.number = step
+        memory.fleet.steps = step
         batch = memory.draw(7)
         assert batch is not None
         drawn[step] = [int(n) for n in batch.x[0, :, 0].tolist()]
@@ -60,7 +60,7 @@ def test_a_draw_is_without_replacement_and_a_function_of_seed_and_step() -> None
     assert seen == set(numbers_in(memory))
     assert len({tuple(numbers) for numbers in drawn.values()}) == len(drawn)
     for step in (179, 100, 141):  # in whatever order it is asked, and however often
-        twin.fleet.number = other.fleet.number = step
+        twin.fleet.steps = other.fleet.steps = step
         again, twice, elsewhere = twin.draw(7), twin.draw(7), other.draw(7)
         assert again is not None
         assert twice is not None
@@ -74,7 +74,7 @@ def test_every_visible_example_is_drawn_equally_often() -> None:
     kept_by(memory)
     counts = np.zeros(60)
     for step in range(2000):
-        memory.fleet.number = step
+        memory.fleet.steps = step
         batch = memory.draw(6)
         assert batch is not None
         counts[batch.x[0, :, 0].long().numpy()] += 1
@@ -114,7 +114,7 @@ def test_without_tasks_nothing_recent_is_drawn_and_everything_older_is(
         Random(recent),
     )
     for step in range(80):
-        assert memory.fleet.number == step
+        assert memory.fleet.steps == step
         drawn = memory.draw(40)
         found = [] if drawn is None else [int(n) for n in drawn.x[0, :, 0].tolist()]
         assert all(step - offered.batch[number] > recent for number in found)
@@ -307,7 +307,7 @@ def test_a_restored_memory_goes_on_identically(
         something(memory, offered, random)
         if happened % 40 == 5:  # on from here in another one
             fresh = memory_of(plan, policy, task_free)
-            fresh.fleet.number = memory.fleet.number
+            fresh.fleet.steps = memory.fleet.steps
             fresh.restore(
                 {name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters()
             )

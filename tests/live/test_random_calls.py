@@ -210,7 +210,7 @@ class Driver:
 
     def do_end(self, how: str) -> None:
         again: Any = None
-        if self.learner.learner.needs_review and how != "none":
+        if self.learner.learner.needs.second_pass and how != "none":
             again = list(self.current)
             if how == "bad":
                 again.append(

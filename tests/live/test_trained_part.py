@@ -49,7 +49,7 @@ def learnt(method: str, frozen: bool, **settings: Any) -> OnePass:
         data = [batch(seed=10 * task + s, classes=range(2 * task, 2 * task + 2)) for s in range(4)]
         for x, y in data:
             learner.observe(x, y)
-        learner.end_task(again=data if learner.learner.needs_review else None)
+        learner.end_task(again=data if learner.learner.needs.second_pass else None)
     return learner
 
 

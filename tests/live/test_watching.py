@@ -35,7 +35,9 @@ KEYS = [
     "milliseconds",
 ]
 LIVE = [
-    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
+    name
+    for name, found in METHODS.items()
+    if not found.joined and not found.learner.needs.own_network
 ]
 Report = dict[str, Any]
 
@@ -427,7 +429,7 @@ def test_watching_changes_nothing_in_what_is_learnt(
             assert learner.observe(x, y) == other.observe(x, y)
             learner.report()
         for one in (learner, other):
-            one.end_task(again=data if one.learner.needs_review else None)
+            one.end_task(again=data if one.learner.needs.second_pass else None)
     assert torch.equal(rng_state, torch.get_rng_state())
     assert len(reports) == 5
     mine, its = watched.state_dict(), alone.state_dict()

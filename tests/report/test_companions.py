@@ -75,7 +75,7 @@ def same(one: Record) -> Record:
 
 
 def record(name: str, seed: int, hyperparameters: dict[str, float]) -> Record:
-    remembers, counts = METHODS[name].learner.needs_memory, name in ("gem", "s-gem", "a-gem")
+    remembers, counts = METHODS[name].learner.needs.memory, name in ("gem", "s-gem", "a-gem")
     return Record(
         seed=seed,
         hyperparameters=hyperparameters,

@@ -54,7 +54,7 @@ def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
             if steps < 20:
                 fleet.learn(learner, batch)
             steps += 1
-        if learner.needs_review:
+        if learner.needs.second_pass:
             learner.review(feed.batches(phase))
         learner.end_task()
     return list(fleet.theta.clone())

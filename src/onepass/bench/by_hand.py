@@ -246,7 +246,7 @@ def loop(name: str, feed: Feed, learner: Learner, phase: int) -> Callable[[int],
         while True:
             if plain.looks_at == "a batch":
                 chosen = torch.randperm(len(everything[0]), device=device)[
-                    : getattr(learner, "reference_batch", None)
+                    : getattr(learner.option, "reference_batch", None)
                 ]
                 yield [(everything[0][chosen], everything[1][chosen])]
             else:

@@ -47,46 +47,50 @@ class Work:
         return max(self.flops / rates.flops, self.bytes / rates.bytes)
 
 
-def work(fleet: Fleet, learner: Learner, batches: Iterable[Batch]) -> Work:
-    """What a run-step of a fleet has to do, on average over `batches`, which the fleet learns from.
+class WatchedFleet(Fleet):
+    """A fleet that notes the batches whose gradients are taken."""
 
-    Counted are the products of every gradient that the learner asks for, each for its own batch size (see `flops_an_example`), and as bytes
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.batches: list[Batch] = []
 
-    - the parameters, read once and, where they learn, written once a step, however many gradients are taken,
+    def grad(self, batch: Batch, **more: Any) -> tuple[Tensor, Tensor]:
+        self.batches.append(batch)
+        return super().grad(batch, **more)
+
+
+def work(fleet: WatchedFleet, learner: Learner, batches: Iterable[Batch]) -> Work:
+    """What a run-step has to do, on average over `batches`, from which the fleet learns.
+
+    Counted are the products of every gradient that the learner takes, each for its own batch size
+    (see `flops_per_example`), and as bytes
+
+    - the parameters, read once and, where they learn, written once per step, however many gradients
+      are taken,
     - the examples and labels of every gradient, as they are stored,
-    - what the learner `keeps` between steps: of a step, each tensor once if it is read and once if it is written.
+    - the learner's state: of a step, each tensor once if it is read and once if it is written.
 
-    Which gradients and tensors those are is seen by watching the steps, so no method is listed here. Activations, gradients and the algebra on
-    them are not counted: a perfect machine would hold them where it computes. Neither are choosing and storing examples.
+    Gradients and tensors are found by watching the steps, so no method is listed here. Activations,
+    gradients and the algebra on them are not counted: a perfect machine would hold them where it
+    computes. Neither are choosing and storing examples.
     """
-    looked: list[Batch] = []
-    grad = fleet.grad
-
-    def seen(batch: Batch, **more: Any) -> tuple[Tensor, Tensor]:
-        looked.append(batch)
-        return grad(batch, **more)
-
-    vars(fleet)["grad"] = seen
+    fleet.batches.clear()
     steps, state = 0, 0
-    try:
-        for batch in batches:
-            with _Watch(
-                {_place(tensor): tensor.nbytes for tensor in learner.state().values()}
-            ) as watch:
-                fleet.learn(learner, batch)
-            state += watch.bytes
-            steps += 1
-    finally:
-        del vars(fleet)["grad"]
-    examples = sum(batch.slots.numel() for batch in looked)
-    stored = sum(batch.x.nbytes + batch.slots.nbytes for batch in looked)
+    for batch in batches:
+        sizes = {_place(tensor): tensor.nbytes for tensor in learner.state().values()}
+        with _Watch(sizes) as watch:
+            fleet.learn(learner, batch)
+        state += watch.bytes
+        steps += 1
+    seen = fleet.batches
+    examples = sum(batch.slots.numel() for batch in seen)
+    stored = sum(batch.x.nbytes + batch.slots.nbytes for batch in seen)
     parameters = fleet.theta.nbytes + fleet.theta[:, fleet.trainable].nbytes
-    one = looked[0].x[0, :1]
-    flops = examples * flops_an_example(fleet.architecture, one)
+    flops = examples * flops_per_example(fleet.architecture, seen[0].x[0, :1])
     return Work(flops / steps / fleet.runs, ((stored + state) / steps + parameters) / fleet.runs)
 
 
-def flops_an_example(architecture: Architecture, x: Tensor) -> int:
+def flops_per_example(architecture: Architecture, x: Tensor) -> int:
     """Of the matrix products forward and backward for one example `x [1, …]`: 2 for each weight that it meets forward, 2 for the weight's
     gradient unless it is frozen, and 2 for its input's gradient unless that is the network's input or nothing before it learns."""
     trained = [p for p in architecture.module.parameters() if p.requires_grad]

@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 
 from onepass.bench.by_hand import PLAIN
-from onepass.bench.floor import Rates, Work, work
+from onepass.bench.floor import Rates, WatchedFleet, Work, work
 from onepass.bench.processes import CLASSES, INPUTS, RECIPE, Case, Sizes, Workers, middle, workers
 from onepass.engine.gradients import Mode
 from onepass.errors import InputError, first_line, is_out_of_memory
@@ -111,9 +111,11 @@ def plan(device: str, methods: str, runs: str, rounds: int, tasks: int, both: bo
 
 
 def least_work(name: str, tasks: int, images: int) -> Work:
-    """What a run-step has to do, over as many steps as it takes until the learner does the same again."""
-    feed, fleet, learner, phase = middle(name, 1, tasks, images)
-    return work(fleet, learner, islice(feed.batches(phase), learner.period))
+    """What a run-step has to do, over a whole period of the learner."""
+    feed, fleet, learner, phase = middle(name, 1, tasks, images, fleet_type=WatchedFleet)
+    assert isinstance(fleet, WatchedFleet)
+    contract = learner.capture()
+    return work(fleet, learner, islice(feed.batches(phase), contract.period if contract else 1))
 
 
 def run(asked: Plan, tell: Callable[[str], None] = lambda _: None) -> Report:

@@ -91,23 +91,28 @@ def middle(
     *,
     device: str = "cpu",
     mode: Mode = "auto",
+    fleet_type: type[Fleet] = Fleet,
     **hyperparameters: float,
 ) -> Middle:
-    """As `onepass run permuted-mnist` assembles them, after `tasks` of `images` examples each: they have been learnt from, the memory is full, and
-    importances come from a step of the last one. A method that sees all tasks at once begins its only pass.
+    """Runs as `onepass run permuted-mnist` assembles them, after `tasks` of `images` examples each.
 
-    All runs are the same run, so that constraints are violated as often whatever the number of runs: GEM solves a program only then.
+    These tasks have been learnt from, the memory is full, and importances come from a step of the
+    last one. A method that sees all tasks at once begins its only pass. All runs are the same run,
+    so that constraints are violated as often whatever their number: GEM solves a program only then.
     """
     found, recipe = method(name), load(RECIPE)
     stream = PermutedStream(_pool(images), images // TASKS["ev"] if found.joined else None, None)
-    values = (
-        {hyper: grid[0] for hyper, grid in found.learner.hyperparameters.items()}
-        | {"learning_rate": RATE}
-        | hyperparameters
-    )
-    rows, setup = [Run(0, values)] * runs, replace(recipe.setup(), gradients=mode)
+    values = {hyper: grid[0] for hyper, grid in found.learner.hyperparameters.items()}
+    values |= {"learning_rate": RATE} | hyperparameters
     feed, fleet, learner = assemble(
-        stream, "ev", found, rows, setup, recipe.method_options(name), device=device
+        stream,
+        "ev",
+        found,
+        [Run(0, values)] * runs,
+        replace(recipe.setup(), gradients=mode),
+        recipe.method_options(name),
+        device=device,
+        fleet_type=fleet_type,
     )
     taught = _taught(tasks, images)
     fleet.theta[:, : taught.shape[1]] = taught.to(fleet.device)
@@ -120,7 +125,7 @@ def middle(
         else:
             some = many.piece(0, feed.batch_size)
             fleet.learn(learner, some)
-            if learner.needs_review:
+            if learner.needs.second_pass:
                 learner.review([some])
         learner.end_task()
     learner.begin_task(len(past))

@@ -69,12 +69,16 @@ class Architecture:
             for part, shape, moved in zip(parts, self.shapes, self._moved, strict=True)
         ]
 
+    def named_views(self, theta: Tensor) -> dict[str, Tensor]:
+        """The same by name."""
+        return dict(zip(self.names, self.views(theta), strict=True))
+
     def flatten(self, module: nn.Module) -> Tensor:
         """The parameters of a module of this architecture as one row."""
         values = dict(module.named_parameters())
         first = next(iter(values.values()), torch.empty(0)).detach()
         row = first.new_zeros(self.width)
-        for name, view in zip(self.names, self.views(row), strict=True):
+        for name, view in self.named_views(row).items():
             view.copy_(values[name].detach())
         return row
 

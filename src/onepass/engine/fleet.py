@@ -1,8 +1,8 @@
 """The fleet: R runs of one architecture trained side by side.
 
-`theta [R, P]` holds all parameters of all runs, a row a run. A learner is vector algebra on `[R, P]`; learning rates and strengths are
-columns `[R, 1]`, so seeds and hyper-parameters are just rows. The fleet knows parameters, gradients and devices, and nothing of any
-method.
+`theta [R, P]` holds all parameters of all runs, one row per run. A learner is vector algebra on
+`[R, P]`; learning rates and strengths are columns `[R, 1]`, so seeds and hyper-parameters are just
+rows. The fleet knows parameters, gradients and devices, and nothing of any method.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from onepass.errors import InputError
 from onepass.random_numbers import Purpose, RandomNumbers, torch_seeded
 
 Build = Callable[[], nn.Module]
-ALIGN = 32  # numbers: from such places matrix products on a GPU take half the time, and batch-norm fails from some others
+# In numbers. From such addresses matrix products on a GPU take half the time, and batch-norm fails
+# from some others.
+ALIGN = 32
 LOST = 1e4  # a uniform guess among a million classes has a cross-entropy of 14
 
 
@@ -37,17 +39,27 @@ class Carry(Protocol):
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: logits `[R, B, S]`, and the features `[R, B, D]` that enter the last linear layer."""
+    """What a forward pass gives: logits `[R, B, S]` and features `[R, B, D]`.
+
+    Features enter the last linear layer.
+    """
 
     logits: Tensor
     features: Tensor
 
 
+class WithDelta(Protocol):
+    """Whether a learner needs the step that was really taken."""
+
+    @property
+    def delta(self) -> bool: ...
+
+
 class Steps(Protocol):
     """What the fleet needs of a learner."""
 
-    wants_delta: bool
-
+    @property
+    def needs(self) -> WithDelta: ...
     def direction(self, batch: Batch) -> Tensor: ...
     def accept(self) -> None: ...
     def after_step(self, delta: Tensor) -> None: ...
@@ -58,11 +70,16 @@ def identity(x: Tensor) -> Tensor:
 
 
 class Fleet:
-    """R runs side by side: `theta [R, P]`, buffers `[R, …]`, learning rates `[R, 1]`, and a step counter a run.
+    """R runs side by side: `theta [R, P]`, buffers `[R, …]` and learning rates `[R, 1]`.
 
-    `build` makes the module; it is called once a run under that run's own random seed, so a run's initial parameters depend on its seed
-    alone. `active [R, 1]` says which runs take part in the current step; it gates every write. A run has diverged when its loss is not
-    finite or its cross-entropy beyond `LOST`: it is never active again and its neighbours do not notice.
+    `build` makes the module. It is called once per run under that run's own random seed, so
+    initial parameters depend on the seed alone. `active [R, 1]` says which runs take part in the
+    current step; it gates every write. A run has diverged when its loss is not finite or its
+    cross-entropy is beyond `LOST`: it is never active again, and other runs are not affected.
+
+    Steps are counted here alone: `step [R]` on the device, the active steps of each run; on the
+    host `steps`, all steps so far, and `steps_in_task`, those since `Learner.begin_task`. The last
+    two grow when a step ends; `in_step` says that one is being taken.
     """
 
     def __init__(
@@ -79,21 +96,16 @@ class Fleet:
         head: str | None = None,
     ) -> None:
         if not seeds or len(learning_rate) != len(seeds):
-            raise InputError(
-                f"a fleet needs a seed and a learning rate for each run, got {len(seeds)} and {len(learning_rate)}"
-            )
+            given = f"{len(seeds)} and {len(learning_rate)}"
+            raise InputError(f"a fleet needs a seed and a learning rate for each run, got {given}")
         self.device = torch.device(device)
         self.seeds = torch.tensor(list(seeds), device=self.device)
         self.slots = slots
         self.competition = slots.on(self.device)
         self.learning_rate = torch.tensor(list(learning_rate), device=self.device)[:, None]
-        self.step = torch.zeros(
-            self.runs, dtype=torch.int64, device=self.device
-        )  # active steps of each run so far
-        self.tick: int | None = (
-            None  # inside a step: how many there were before it, as the host counts them
-        )
-        self.ticks = 0  # steps so far
+        self.step = torch.zeros(self.runs, dtype=torch.int64, device=self.device)
+        self.steps = self.steps_in_task = 0
+        self.in_step = False
         self._partial = False  # some runs sat the last step out
         self._alive = torch.ones(self.runs, dtype=torch.bool, device=self.device)  # not diverged
         self._active = torch.ones(self.runs, dtype=torch.bool, device=self.device)
@@ -116,15 +128,15 @@ class Fleet:
 
     @property
     def trainable(self) -> slice:
-        """The columns of theta that learn; the others are frozen, and no gradient is computed for them."""
+        """The columns of theta that learn; for the frozen others no gradient is computed."""
         return self.architecture.trainable
 
     def rebuild(self, build: Build) -> Carry:
         """Change the architecture between tasks (a new column, a larger head, something frozen).
 
-        A parameter or buffer that keeps its name keeps its values; where its shape grew, the old values fill the leading corner and the
-        rest is initialised by the new module. Returns what a learner needs to carry its own `[R, P]` tensors over: a function from the
-        old layout to the new one, zero for what is new.
+        A parameter or buffer that keeps its name keeps its values. Where its shape grew, the old
+        values fill the leading corner and the rest is initialised by the new module. Returns a
+        function that carries `[R, P]` tensors from the old layout to the new, zero for what is new.
         """
         before, theta, buffers = self.architecture, self.theta, self.buffers
         self._generation += 1
@@ -133,10 +145,7 @@ class Fleet:
 
         def carry(old: Tensor, into: Tensor | None = None) -> Tensor:
             new = old.new_zeros(len(old), after.width) if into is None else into
-            _fill(
-                dict(zip(before.names, before.views(old), strict=True)),
-                dict(zip(after.names, after.views(new), strict=True)),
-            )
+            _fill(before.named_views(old), after.named_views(new))
             return new
 
         carry(theta, self.theta)
@@ -144,25 +153,20 @@ class Fleet:
         return carry
 
     def _build(self, build: Build, seed: int) -> nn.Module:
-        with torch_seeded(
-            int(RandomNumbers([seed], Purpose.INITIAL).bits(self._generation, 1)),
-            torch.device("cpu"),
-        ):
+        bits = RandomNumbers([seed], Purpose.INITIAL).bits(self._generation, 1)
+        with torch_seeded(int(bits), torch.device("cpu")):
             return build()
 
     def _assemble(self, modules: list[nn.Module]) -> None:
         align = ALIGN if self.device.type == "cuda" else 1
-        self.architecture = Architecture(
-            modules[0], self._prepare, self._head, align, channels_last=True
-        )
-        self.theta = torch.stack([self.architecture.flatten(m) for m in modules]).to(self.device)
-        gaps = self.architecture.gaps()
+        layout = Architecture(modules[0], self._prepare, self._head, align, channels_last=True)
+        self.architecture = layout
+        self.theta = torch.stack([layout.flatten(m) for m in modules]).to(self.device)
+        gaps = layout.gaps()
         self.gaps = None if gaps is None else gaps.to(self.device)
-        everyone = [dict(m.named_buffers()) for m in modules]
-        self._buffers = {
-            name: aligned(torch.stack([b[name] for b in everyone]).to(self.device), align)
-            for name in everyone[0]
-        }
+        buffers = [dict(m.named_buffers()) for m in modules]
+        stacks = {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}
+        self._buffers = {n: aligned(stack.to(self.device), align) for n, stack in stacks.items()}
         self._learning = self.theta[:, self.architecture.trainable]
         modules[0].to(self.device)
         self.gradients = Gradients(self.architecture, self._mode, self.runs)
@@ -181,36 +185,33 @@ class Fleet:
         training: bool = True,
         limit: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients `[R, P]` and losses `[R]` of every run on its own batch, by default of the cross-entropy over the competing slots.
+        """Gradients `[R, P]` and losses `[R]` of every run on its own batch.
 
-        Inside a step the gradient is a workspace that the next step writes over: a learner that keeps one keeps a copy of it. Columns of
-        frozen parameters are zero, and so are rows whose batch is empty. `update_buffers` says whether this pass moves batch-norm
-        statistics; with `training=False` the network is as in evaluation (running statistics, no dropout), and moves nothing.
-        `loss(logits, slots, extra)` must be the same function in every step and depend on its arguments alone, since it is
-        traced once; what changes from step to step goes into the batch's `extra`. A run whose loss is beyond `limit` has diverged: `LOST`
-        for the cross-entropy, infinity for other losses.
+        By default of the cross-entropy over the competing slots. Another `loss(logits, slots,
+        extra)` must be the same function in every step and depend on its arguments alone, since it
+        is traced once; what changes from step to step goes into the batch's `extra`.
+
+        Inside a step the gradient is a workspace that the next step writes over: a learner that
+        keeps one keeps a copy. Columns of frozen parameters are zero, and so are rows whose batch
+        is empty. `update_buffers` says whether this pass moves batch-norm statistics. With
+        `training=False` the network is as in evaluation (running statistics, no dropout), and moves
+        nothing. A run whose loss is beyond `limit` has diverged: `LOST` for the cross-entropy,
+        infinity for other losses.
         """
         if self.architecture.module.training != training:
             self.architecture.module.train(training)
-        at = Point(
-            self.theta if theta is None else theta,
-            self.buffers,
-            self.descriptors,
-            self.seeds,
-            self.step,
-        )
-        g, losses = self.gradients(
-            at, batch, loss or self.cross_entropy, update_buffers and training
-        )
+        where = self.theta if theta is None else theta
+        at = Point(where, self.buffers, self.descriptors, self.seeds, self.step)
+        moves = update_buffers and training
+        g, losses = self.gradients(at, batch, loss or self.cross_entropy, moves)
         if theta is None and training:
             self._alive.logical_and_(losses < (limit or (LOST if loss is None else math.inf)))
-            self._active.logical_and_(
-                self._alive
-            )  # a run that diverges in a step does not take it, and counts nothing in it
+            # A run that diverges in a step does not take it, and counts nothing in it.
+            self._active.logical_and_(self._alive)
         return g, losses
 
     def workspace(self) -> AbstractContextManager[None]:
-        """Outside a step, a place for gradients that are used up at once: they are written where the last ones were, which is faster."""
+        """Outside a step, let gradients be written where the last ones were, which is faster."""
         return self.gradients.step()
 
     def cross_entropy(self, logits: Tensor, slots: Tensor, _: object = None) -> Tensor:
@@ -228,7 +229,7 @@ class Fleet:
         """Logits and features in evaluation mode; changes nothing.
 
         A network that computes in several ways, by a setting of the module, names the one that is
-        set now as `variant` (progressive networks: the column that answers).
+        set now as `variant` (progressive networks: the column that predicts).
         """
         self.architecture.module.eval()
         mine = theta is None and buffers is None
@@ -270,38 +271,38 @@ class Fleet:
     # ---- what the training loop calls
 
     def learn(self, learner: Steps, batch: Batch) -> None:
-        """One step: ask the learner for a direction, apply it, tell the learner what was really done."""
-        present = (
-            None
-            if batch.sizes is None
-            else torch.tensor([n > 0 for n in batch.sizes], device=self.device)
-        )
+        """Take one step: apply the learner's direction, and tell it what was really done."""
+        present = None
+        if batch.sizes is not None:
+            present = torch.tensor([n > 0 for n in batch.sizes], device=self.device)
         if present is not None or self._partial:
             self._gate(present)
         self._partial = present is not None
-        self.tick, self.ticks = self.ticks, self.ticks + 1
+        self.in_step = True
         with self.gradients.step():
             direction = learner.direction(batch)
-            before = self.theta.clone() if learner.wants_delta else None
+            before = self.theta.clone() if learner.needs.delta else None
             self._apply(direction)
             learner.accept()
             if before is not None:
                 learner.after_step(self.theta - before)
         self.step += self._active
-        self.tick = None
+        self.count(1)
+        self.in_step = False
 
     @property
     def steady(self) -> bool:
-        """Is the next step one like any other? After one that some runs sat out it is not."""
+        """Whether the next step is one like any other; after one that some runs sat out it is not."""
         return not self._partial
 
     def places(self) -> list[Tensor]:
-        """The tensors that a step reads and writes, wherever they lie now."""
+        """The tensors that a step reads and writes, where they lie now."""
         return [self.theta, self.step, self.learning_rate, *self.buffers.values()]
 
-    def learnt(self, steps: int) -> None:
-        """So many steps were taken without the host."""
-        self.ticks += steps
+    def count(self, steps: int) -> None:
+        """Count steps on the host: one that ended, or those of a CUDA graph."""
+        self.steps += steps
+        self.steps_in_task += steps
 
     def _gate(self, present: Tensor | None) -> None:
         self._active.copy_(self._alive)
@@ -310,12 +311,15 @@ class Fleet:
 
     def _apply(self, direction: Tensor) -> None:
         rate = torch.where(self.active, self.learning_rate, 0.0)
-        self._learning.addcmul_(
-            rate, direction[:, self.trainable] if self.architecture.frozen else direction, value=-1
-        )
+        if self.architecture.frozen:
+            direction = direction[:, self.trainable]
+        self._learning.addcmul_(rate, direction, value=-1)
 
     def diverged(self) -> list[bool]:
-        """Which runs have diverged, parameters that are not finite included; for the end of a task, since it asks the device."""
+        """Which runs have diverged, parameters that are not finite included.
+
+        This reads from the device, so it is for the end of a task.
+        """
         self._alive.logical_and_(self.theta.isfinite().all(-1))
         return [not alive for alive in self._alive.tolist()]
 
@@ -336,13 +340,13 @@ class Fleet:
         self._gate(None)
 
     def state_bytes(self) -> int:
-        """Bytes of parameters and buffers a run."""
+        """Bytes of parameters and buffers per run."""
         tensors = [self.theta, *self.buffers.values()]
         return sum(t.nbytes for t in tensors) // self.runs
 
 
 def aligned(stack: Tensor, align: int) -> Tensor:
-    """Rows `[R, …]` that begin at multiples of so many numbers."""
+    """The rows of `stack [R, …]`, each at a multiple of `align` numbers in memory."""
     length = stack[0].numel()
     room = stack.new_zeros(len(stack), -(-length // align) * align)
     return room[:, :length].view(stack.shape).copy_(stack)
@@ -350,7 +354,6 @@ def aligned(stack: Tensor, align: int) -> Tensor:
 
 def _fill(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     for name in old.keys() & new.keys():
-        corner = tuple(
-            slice(min(a, b)) for a, b in zip(old[name].shape, new[name].shape, strict=True)
-        )
+        sizes = zip(old[name].shape, new[name].shape, strict=True)
+        corner = tuple(slice(min(pair)) for pair in sizes)
         new[name][corner] = old[name][corner]

@@ -1,8 +1,8 @@
-"""Gradients of every run of a fleet: looped (a run at a time) or stacked (all runs in one batched program).
+"""Gradients of every run of a fleet, looped (one run at a time) or stacked (in one batched program).
 
-Looped is always right. A traced program (see `program`), of one run or of the stack, is used only after its gradient has been compared
-with plain autograd on the real model; where tracing or `vmap` cannot follow the model, the reason is logged and plain autograd does the
-work.
+Looped is always right. A traced program (see `tracing`), of one run or of the stack, is used only
+after its gradient has been compared with plain autograd on the real model. Where tracing or `vmap`
+cannot follow the model, the reason is logged and plain autograd does the work.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from onepass.engine.architecture import Architecture
 from onepass.engine.batch import Batch
 from onepass.engine.cuda_streams import is_capturing, lane
 from onepass.engine.precision import products
-from onepass.engine.tracing import DrawsRandomNumbersError, Program, resized, trace
+from onepass.engine.tracing import DrawsRandomNumbersError, Program, trace
 from onepass.engine.verification import rows_of, verify_trace
 from onepass.errors import first_line, is_out_of_memory
 from onepass.random_numbers import Purpose, bits_at, torch_seeded
 
 log = logging.getLogger(__name__)
 
-Loss = Callable[
-    [Tensor, Tensor, Mapping[str, Tensor]], Tensor
-]  # (logits [B, S], slots [B], extra) -> scalar
+# (logits [B, S], slots [B], extra) -> scalar
+Loss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 Mode = Literal["auto", "looped", "stacked"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where gradients are taken: parameters `[R, P]`, buffers `[R, …]`, descriptors `[R, S, A]`, and the runs' seeds and steps `[R]`."""
+    """Where gradients are taken: parameters `[R, P]`, buffers `[R, …]`, descriptors `[R, S, A]`.
+
+    `seeds` and `step` `[R]` are those of the runs.
+    """
 
     theta: Tensor
     buffers: dict[str, Tensor]
@@ -48,7 +50,10 @@ class Point:
 
 @dataclass(frozen=True)
 class _Row:
-    """The gradient of one run as a function of a flat list of tensors: parameters, buffers, x, slots, descriptors, extras."""
+    """The gradient of one run as a function of a flat list of tensors.
+
+    These are parameters, buffers, x, slots, descriptors, extras.
+    """
 
     architecture: Architecture
     loss: Loss
@@ -88,7 +93,10 @@ class _Row:
 
 
 class _Views:
-    """The parameters inside a tensor `[R, P]` as views, stacked and run by run, made once: views cost as much as a small product."""
+    """The parameters inside a tensor `[R, P]` as views, stacked and run by run.
+
+    They are made once: views cost as much as a small product.
+    """
 
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
@@ -109,11 +117,13 @@ class _Views:
 
 @dataclass(frozen=True)
 class _Unverified:
-    """A program that only runs that have diverged were asked about, and how many more will be: if all have, anything is right."""
+    """A program that was compared on diverged runs only, and how many more comparisons there are.
+
+    If all runs have diverged, any program will do.
+    """
 
     program: GraphModule
-    is_new: bool
-    asked: int
+    left: int
 
 
 class Gradients:
@@ -121,53 +131,42 @@ class Gradients:
 
     def __init__(self, architecture: Architecture, mode: Mode, rows: int) -> None:
         self.architecture = architecture
-        # Stacking saves dispatches, so it wins wherever there are several runs (`onepass bench --both` prints both), except that
-        # under vmap a convolution becomes a grouped one, which is several times slower on large batches.
-        self.stacked = mode == "stacked" or (
-            mode == "auto" and rows > 1 and not architecture.convolutional
-        )
+        # Stacking saves dispatches, so it wins wherever there are several runs (`onepass bench
+        # --both` prints both). But under vmap a convolution becomes a grouped one, which is several
+        # times slower on large batches.
+        auto = rows > 1 and not architecture.convolutional
+        self.stacked = mode == "stacked" or (mode == "auto" and auto)
         self._rows = rows
         self._programs: dict[Hashable, Program | None] = {}
-        self._traces: dict[Hashable, dict[int, GraphModule]] = {}  # up to two sizes of batches each
         self._unverified: dict[Hashable, _Unverified] = {}
-        self._random: bool | None = (
-            None  # do the model's own layers draw random numbers? None: nobody knows
-        )
+        self._random: bool | None = None  # whether the model's layers draw random numbers, if known
         self._parameters = _Views(architecture)
         self._workspaces: list[_Views] = []
-        self._in_use: int | None = None
+        self._in_use: int | None = None  # workspaces of this step
         self._passes = 0  # gradients taken in this step: each has its own dropout
 
     def __call__(
         self, at: Point, batch: Batch, loss: Loss, update_buffers: bool
     ) -> tuple[Tensor, Tensor]:
         self._passes = 1 if self._in_use is None else self._passes + 1
-        row = _Row(
-            self.architecture,
-            loss,
-            tuple(at.buffers),
-            at.descriptors is not None,
-            tuple(batch.extra),
-        )
-        buffers = (
-            at.buffers if update_buffers else {name: _copy(b) for name, b in at.buffers.items()}
-        )
-        given = [
-            x
-            for x in (batch.x, batch.slots, at.descriptors, *batch.extra.values())
-            if x is not None
-        ]
+        described = at.descriptors is not None
+        row = _Row(self.architecture, loss, tuple(at.buffers), described, tuple(batch.extra))
+        buffers = list(at.buffers.values())
+        if not update_buffers:
+            buffers = [_copy(buffer) for buffer in buffers]
+        inputs = (batch.x, batch.slots, at.descriptors, *batch.extra.values())
+        given = [x for x in inputs if x is not None]
         if batch.sizes is None:
             space = self._workspace(at.theta)
-            return space.whole, self._all(row, at, [*buffers.values(), *given], space)
+            return space.whole, self._all(row, at, [*buffers, *given], space)
         g, losses = torch.zeros_like(at.theta), at.theta.new_zeros(len(batch.sizes))
-        # Rows of unequal size are rare (the last batch of a task): not worth a program each. Every row is cut to its true size, so that no
-        # padding enters a loss or a batch-norm.
+        # Rows of unequal size are rare (the last batch of a task): not worth a program each. Every
+        # row is cut to its true size, so that no padding enters a loss or a batch-norm.
         theta, space = self._parameters.of(at.theta), _Views(self.architecture).of(g)
         for r, size in enumerate(batch.sizes):
             if size:
                 cut = [x[r] if x is at.descriptors else x[r, :size] for x in given]
-                arguments = [*theta.rows[r], *(b[r] for b in buffers.values()), *cut]
+                arguments = [*theta.rows[r], *(b[r] for b in buffers), *cut]
                 losses[r] = self._by_autograd(row, at, r, arguments, space.rows[r])
         return g, losses
 
@@ -180,12 +179,11 @@ class Gradients:
         finally:
             self._in_use = None
 
-    @property
-    def in_step(self) -> bool:
-        return self._in_use is not None
-
     def place(self, theta: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Room for one more gradient of a step, `[R, P]`, zero in the columns that are frozen; and the parameters' places in it, run by run."""
+        """Room for one more gradient of a step, `[R, P]`, zero in frozen columns.
+
+        The second value are the parameters' places in it, run by run.
+        """
         space = self._workspace(theta)
         return space.whole, space.rows
 
@@ -207,32 +205,30 @@ class Gradients:
             if program is not None:
                 return program(*theta.stack, *given, *g.stack[frozen:])
         values = []
-        for r, (parameters, inputs, places) in enumerate(
-            zip(theta.rows, rows_of(given), g.rows, strict=True)
-        ):
-            arguments = (*parameters, *inputs)
-            program = (
-                None
-                if self._random
-                else self._program(row, arguments, places[frozen:], stacked=False)
-            )
-            if program is not None:
-                with lane(len(theta.rows) * self._passes + r):
-                    values.append(program(*arguments, *places[frozen:]))
-            else:
+        rows = zip(theta.rows, rows_of(given), g.rows, strict=True)
+        for r, (parameters, inputs, places) in enumerate(rows):
+            arguments, program = (*parameters, *inputs), None
+            if not self._random:
+                program = self._program(row, arguments, places[frozen:], stacked=False)
+            if program is None:
                 values.append(self._by_autograd(row, at, r, arguments, places))
+                continue
+            with lane(len(theta.rows) * self._passes + r):
+                values.append(program(*arguments, *places[frozen:]))
         return torch.stack(values) if len(values) > 1 else values[0][None]
 
     def _by_autograd(
         self, row: _Row, at: Point, r: int, arguments: Sequence[Tensor], places: Sequence[Tensor]
     ) -> Tensor:
-        """The gradient of run `r` by plain autograd; random layers draw from the run's seed and step."""
+        """The gradient of run `r` by plain autograd.
+
+        Random layers draw from the run's seed and step.
+        """
         seeded: AbstractContextManager[object] = nullcontext()
         if self._random is not False:
-            seeded = torch_seeded(
-                bits_at(int(at.seeds[r]), Purpose.LAYERS, int(at.step[r]), self._passes - 1),
-                at.theta.device,
-            )
+            seed, step = int(at.seeds[r]), int(at.step[r])
+            bits = bits_at(seed, Purpose.LAYERS, step, self._passes - 1)
+            seeded = torch_seeded(bits, at.theta.device)
         with seeded:
             gradients, value = row.autograd(arguments)
         for gradient, place in zip(gradients, places[self.architecture.frozen :], strict=True):
@@ -243,14 +239,9 @@ class Gradients:
         self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool
     ) -> Program | None:
         inputs = arguments[len(self.architecture.names) + len(row.buffers) :]
-        key = (
-            stacked,
-            self.architecture.module.training,
-            row.loss,
-            row.extra,
-            *((tensor.shape, tensor.dtype) for tensor in inputs),
-        )
-        if is_capturing():  # a pass that is captured is not done again
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        key = (stacked, self.architecture.module.training, row.loss, row.extra, shapes)
+        if is_capturing():  # nothing may be tried out inside a capture
             return self._programs.get(key)
         if key not in self._programs or key in self._unverified:
             self._build(key, row, arguments, outputs, stacked)
@@ -264,39 +255,31 @@ class Gradients:
         outputs: Sequence[Tensor],
         stacked: bool,
     ) -> None:
-        """Note the program, or None if there is none that can be used. A run that has diverged cannot tell, so then others are asked."""
+        """Store the program of a key; None if there is none that can be used.
+
+        A diverged run cannot tell right from wrong, so then the comparison is made again later.
+        """
         way = "stacked" if stacked else "traced"
         try:
             if key not in self._unverified:
                 with torch_seeded(0, arguments[0].device):  # tracing runs the model once
-                    made, is_new = self._traced(row, arguments, outputs, stacked)
-                self._unverified[key] = _Unverified(
-                    made, is_new, asked=8 if stacked else 8 + 2 * self._rows
-                )
+                    function = vmap(row) if stacked else row
+                    made = trace(function, row.safe(arguments), list(outputs))
+                self._unverified[key] = _Unverified(made, 8 if stacked else 8 + 2 * self._rows)
             one = self._unverified[key]
-            with products(
-                arguments[0].device, tf32=False
-            ):  # TF32 is about as far off as what is looked for
-                judged = verify_trace(
-                    row, one.program, arguments, outputs, stacked, 1e-3 if one.is_new else 2e-2
-                )
+            with products(arguments[0].device, tf32=False):  # TF32 errors would hide what is wrong
+                verified = verify_trace(row, one.program, arguments, outputs, stacked)
             self._programs[key] = one.program.forward
-            if (
-                self.architecture.module.training
-            ):  # in evaluation, dropout draws nothing and says nothing
+            if self.architecture.module.training:  # in evaluation, dropout draws nothing
                 self._random = False
-            if judged:
-                known, size = self._verified(row, arguments, stacked)
-                if len(known) < 2:
-                    known[size] = one.program
-            elif one.asked > 1:
-                self._unverified[key] = replace(one, asked=one.asked - 1)
+            if not verified and one.left > 1:
+                self._unverified[key] = replace(one, left=one.left - 1)
                 return
         except DrawsRandomNumbersError as reason:
             self._random = True
             self._programs[key] = None
             log.warning("gradients are computed by plain autograd, run by run: %s", reason)
-        except Exception as reason:  # whatever the tracer could not follow: the model's own errors come up again in plain autograd
+        except Exception as reason:  # the model's own errors come up again in plain autograd
             if is_out_of_memory(reason):
                 raise
             log.warning(
@@ -307,34 +290,10 @@ class Gradients:
             self._programs[key] = None
         self._unverified.pop(key, None)
 
-    def _traced(
-        self, row: _Row, arguments: Sequence[Tensor], outputs: Sequence[Tensor], stacked: bool
-    ) -> tuple[GraphModule, bool]:
-        """A program for batches of this size, and whether it is new or made from two for other sizes, where they tell what depends on it."""
-        known, size = self._verified(row, arguments, stacked)
-        if len(known) == 2 and not row.described:
-            (a, one), (b, other) = known.items()
-            made = resized(one, a, other, b, size)
-            if made is not None:
-                return made, False
-        return trace(vmap(row) if stacked else row, row.safe(arguments), list(outputs)), True
-
-    def _verified(
-        self, row: _Row, arguments: Sequence[Tensor], stacked: bool
-    ) -> tuple[dict[int, GraphModule], int]:
-        """Up to two programs for batches of other sizes, and the size of this one."""
-        inputs, at = arguments[len(self.architecture.names) + len(row.buffers) :], int(stacked)
-        shapes = tuple(
-            (tensor.shape[:at], tensor.shape[at + 1 :], tensor.dtype) for tensor in inputs
-        )
-        known = self._traces.setdefault(
-            (stacked, self.architecture.module.training, row.loss, row.extra, shapes), {}
-        )
-        return known, inputs[0].shape[at]
-
 
 def _copy(buffer: Tensor) -> Tensor:
-    """A copy whose rows lie as far apart: kernels want them at certain places."""
-    return torch.empty_strided(
+    """A copy with the same strides: kernels want rows at certain addresses."""
+    fresh = torch.empty_strided(
         buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device
-    ).copy_(buffer)
+    )
+    return fresh.copy_(buffer)

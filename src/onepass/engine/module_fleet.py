@@ -72,8 +72,7 @@ class ModuleFleet(Fleet):
             else 1
         )  # examples it can be trained on
         self.keywords: tuple[str, ...] = ()
-        self.number = 0  # of the step that comes next: `step`, as the host knows it
-        self.replays: set[int] = (
+        self.traced_sizes: set[int] = (
             set()
         )  # sizes of batches that are worth a program, if the module is pure
         self.loss_before = math.nan  # of the batch of the last step
@@ -247,7 +246,7 @@ class ModuleFleet(Fleet):
         module = self.architecture.module
         if training and not module.training:
             module.train()
-        if training and theta is None and loss is None and self._may_replay(batch):
+        if training and theta is None and loss is None and self._may_trace(batch):
             self._idle = set()
             row, value = self.gradients(
                 Point(self.theta, {}, None, self.seeds, self.step), batch, self.loss, update_buffers
@@ -259,9 +258,9 @@ class ModuleFleet(Fleet):
         own = batch is self._batch
         # What is not finite in a reference gradient may not show in the direction.
         self._notes += (
-            [(own, value)] if own or self.tick is None else [(own, value), (own, square(row))]
+            [(own, value)] if own or not self.in_step else [(own, value), (own, square(row))]
         )
-        if self.tick is None:
+        if not self.in_step:
             self._refuse_what_is_not_finite(row)
             return row, value
         if self.measures:
@@ -270,10 +269,10 @@ class ModuleFleet(Fleet):
         (self._own if own else self._others).append(row)
         return row, value
 
-    def _may_replay(self, batch: Batch) -> bool:
+    def _may_trace(self, batch: Batch) -> bool:
         if (
-            self.tick is None
-            or batch.slots.shape[1] not in self.replays
+            not self.in_step
+            or batch.slots.shape[1] not in self.traced_sizes
             or batch.extra
             or self.keywords
             or self.autocast is not None
@@ -300,7 +299,7 @@ class ModuleFleet(Fleet):
     ) -> tuple[Tensor, Tensor]:
         module = self.architecture.module
         seeded = torch_seeded(
-            bits_at(self.seed, Purpose.LAYERS, self.number, self._passes - 1), self.device
+            bits_at(self.seed, Purpose.LAYERS, self.steps, self._passes - 1), self.device
         )
         with ExitStack() as around, seeded, torch.enable_grad():
             if theta is not None:
@@ -494,7 +493,7 @@ class ModuleFleet(Fleet):
             raise
 
     def learn(self, learner: Steps, batch: Batch) -> None:
-        self.tick, self._batch, self._passes = self.number, batch, 0
+        self.in_step, self._batch, self._passes = True, batch, 0
         self._notes, self._own, self._others = [], [], []
         self._idle = set(range(len(self._parameters) - self.architecture.frozen))
         try:
@@ -503,24 +502,17 @@ class ModuleFleet(Fleet):
                 direction = learner.direction(batch)
                 self._refuse_what_is_not_finite(direction)
                 self._refuse_statistics()
-                before = (
-                    self.theta.clone()
-                    if learner.wants_delta or self.optimizer is not None
-                    else None
-                )
+                needs_before = learner.needs.delta or self.optimizer is not None
+                before = self.theta.clone() if needs_before else None
                 self._take(direction, before)
                 learner.accept()
-                if learner.wants_delta and before is not None:
+                if learner.needs.delta and before is not None:
                     learner.after_step(self.theta - before)
         finally:
-            self.tick = self._batch = None
-            self._notes, self._own, self._others, self._passes = (
-                [],
-                [],
-                [],
-                0,
-            )  # not emptied: somebody may go back to these lists
-        self.number += 1
+            self.in_step, self._batch, self._passes = False, None, 0
+            # New lists: `go_back` may need the old ones.
+            self._notes, self._own, self._others = [], [], []
+        self.count(1)
         self.step += 1
 
     def _take(self, direction: Tensor, before: Tensor | None) -> None:
@@ -588,10 +580,10 @@ class ModuleFleet(Fleet):
                     parameter.data = view
 
     def counters(self) -> dict[str, int]:
-        return {**super().counters(), "number": self.number}
+        return {**super().counters(), "number": self.steps}
 
     def continue_at(self, counters: Mapping[str, int]) -> None:
         """Go on from saved `counters()`, with parameters and buffers that are there already."""
-        self._generation, self.number = counters["generation"], counters["number"]
-        self.step.fill_(self.number)
+        self._generation, self.steps = counters["generation"], counters["number"]
+        self.step.fill_(self.steps)
         self._reach = math.inf

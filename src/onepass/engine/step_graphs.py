@@ -1,8 +1,9 @@
-"""Steps without the host: on a GPU a stretch of steps is captured once as a CUDA graph, and replayed from then on.
+"""CUDA graphs of steps: a stretch of steps is captured once, and launched from then on.
 
-A replay repeats the operations of a stretch in the same memory. So whatever a step is given is copied to where the captured one found it
-(its batches, what it looks up in the episodic memory), and whatever it keeps must be written in place. What the host counts is counted
-afterwards. A stretch that cannot be captured is taken step by step, for a reason that is logged.
+A graph repeats the operations of a stretch in the same memory. So whatever a step is given is
+copied to where the captured one found it (its batches, what it draws from the episodic memory), and
+whatever it keeps must be written in place. Counters of the host are advanced afterwards. A stretch
+that cannot be captured is taken step by step, for a reason that is logged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,14 +26,14 @@ from onepass.errors import first_line, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-STRETCH = 20  # gradients: from here on, the start of a graph is a small part of it
+STRETCH = 20  # gradients: from here on, launching a graph is a small part of it
 LOOPED = 4  # gradients that are looped
 LONGEST = 200  # steps of a graph
-KEPT = 4  # graphs: a method has one for the first task and one for the others, and each a shorter one beside it
+KEPT = 4  # graphs: a method has one for the first task, one for later ones, and shorter ones beside
 
 
 class Lookups(Protocol):
-    """What replays need of an episodic memory."""
+    """What graphs need of an episodic memory."""
 
     def look_ahead(self, steps: int) -> None: ...
     def captured(self) -> AbstractContextManager[None]: ...
@@ -40,15 +41,26 @@ class Lookups(Protocol):
     def observe(self, batch: Batch) -> None: ...
 
 
-class Captured(Steps, Protocol):
-    """What replays need of a learner."""
+class Contract(Protocol):
+    """What a captured step may assume (`learners.declarations.Capture`)."""
 
-    counts: tuple[str, ...]
-    reads_task: ClassVar[bool]
-    period: int
+    @property
+    def form(self) -> Hashable: ...
+    @property
+    def gradients(self) -> int: ...
+    @property
+    def period(self) -> int: ...
+    @property
+    def reads_task(self) -> bool: ...
+    @property
+    def second_pass(self) -> bool: ...
 
-    def form(self) -> Hashable | None: ...
-    def passes(self) -> int: ...
+
+class Capturable(Steps, Protocol):
+    """What graphs need of a learner."""
+
+    def capture(self) -> Contract | None: ...
+    def review_batch(self, batch: Batch) -> None: ...
 
     @property
     def memory(self) -> Lookups | None: ...
@@ -63,7 +75,7 @@ class _Stretch:
 
 
 class StepGraphs:
-    """Lets a fleet learn from a stretch of batches, or do anything else with each of them: `take` says what, by default `Fleet.learn`.
+    """Lets a fleet learn from a stretch of batches; with `review`, makes the second pass of one.
 
     `capture=False` takes all steps one by one, and so does a device that has no graphs.
     """
@@ -71,152 +83,126 @@ class StepGraphs:
     device = "cuda"
 
     def __init__(
-        self,
-        fleet: Fleet,
-        learner: Captured,
-        take: Callable[[Batch], None] | None = None,
-        *,
-        capture: bool = True,
+        self, fleet: Fleet, learner: Capturable, *, review: bool = False, capture: bool = True
     ) -> None:
-        self._fleet, self._learner = fleet, learner
-        self._learns, self._take = take is None, take or (lambda batch: fleet.learn(learner, batch))
+        self._fleet, self._learner, self._learns = fleet, learner, not review
+        self._take: Callable[[Batch], None] = partial(fleet.learn, learner)
+        if review:
+            self._take = learner.review_batch
         self._memory = learner.memory if self._learns else None
         self._on = capture and fleet.device.type == self.device
         self._graphs: dict[Hashable, _Stretch] = {}
-        self._taken: set[Hashable] = (
-            set()
-        )  # such as were taken step by step once, so that all they need is in its place
+        self._taken: set[Hashable] = set()  # taken step by step once, so that all is allocated
         if self._on and self.device == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
             streams(fleet.device)  # outside any capture
 
     def stretch(self, at_most: int) -> int:
-        """How many steps to take at once, of so many that are left before something else is to be done."""
-        if not self._on or self._learner.form() is None:
+        """How many steps to take at once, of `at_most` that are left before something else."""
+        contract = self._contract() if self._on else None
+        if contract is None:
             return 1
-        period = self._learner.period if self._learns else 1
-        looped = (
-            not self._fleet.gradients.stacked
-        )  # each run has a gradient of its own, of hundreds of operations
+        period = contract.period if self._learns else 1
+        looped = not self._fleet.gradients.stacked  # each run's gradient is hundreds of operations
         if period > LONGEST or (looped and period > 1):
             return 1
-        most = max(
-            (LOOPED // self._fleet.runs if looped else STRETCH) // self._learner.passes(), period
-        )
+        gradients = LOOPED // self._fleet.runs if looped else STRETCH
+        most = max(gradients // contract.gradients, period)
         steps = min(at_most, most)
         whole = steps - steps % period
-        if (
-            whole < most and period == 1
-        ):  # a single step is captured anyway, and a graph more takes longer than some replays of that
+        # A single step is captured anyway, and another graph costs more than launches of that.
+        if whole < most and period == 1:
             return 1
-        return (
-            whole
-            if whole
-            and all(getattr(self._learner, name) % period == 0 for name in self._learner.counts)
-            else 1
-        )
+        return whole if whole and self._fleet.steps_in_task % period == 0 else 1
 
     def __call__(self, batches: Batch, steps: int) -> None:
         """Take `steps` batches of one size, which lie one behind the other in `batches`."""
-        turns = self._turns(1)
-        key = self._key(batches, steps, turns)
+        ends = self._ends_period(1)
+        key = self._key(batches, steps, ends)
         if key in self._taken and key not in self._graphs:
             self._capture(key, batches, steps)
         if key in self._graphs:
-            self._replay(self._graphs[key], batches, steps)
+            self._launch(self._graphs[key], batches, steps)
             return
         width = batches.slots.shape[1] // steps
         for number in range(steps):
             self._take(_cut(batches, number, width))
-        key = self._key(batches, steps, turns)  # as the next stretch of its kind will find it
+        key = self._key(batches, steps, ends)  # as the next stretch of its kind will find it
         if key is not None:
             self._taken.add(key)
 
-    def _key(self, batches: Batch, steps: int, turns: Hashable) -> Hashable | None:
-        """What a captured stretch depends on besides the values of tensors; None if it cannot be captured."""
-        if (
-            not self._on
-            or batches.sizes is not None
-            or batches.extra
-            or (self._learns and not self._fleet.steady)
-        ):
+    def _contract(self) -> Contract | None:
+        contract = self._learner.capture()
+        if contract is not None and not self._learns and not contract.second_pass:
             return None
-        form = self._learner.form()
-        if form is None or (
-            self._learns and steps > 1 and not all((*self._turns(0), *self._turns(steps)))
-        ):
+        return contract
+
+    def _key(self, batches: Batch, steps: int, ends: Hashable) -> Hashable | None:
+        """What a captured stretch depends on besides the values of tensors; None if it cannot be.
+
+        None stands for a stretch that cannot be captured.
+        """
+        if not self._on or batches.sizes is not None or batches.extra:
             return None
-        return (
-            steps,
-            batches.x.shape,
-            self._told(batches),
-            form,
-            turns,
-            _print(self._fleet.places()),
-            *self._state().items(),
-        )
+        if self._learns and not self._fleet.steady:
+            return None
+        contract = self._contract()
+        if contract is None:
+            return None
+        if self._learns and steps > 1 and not (self._ends_period(0) and self._ends_period(steps)):
+            return None
+        shape, places = batches.x.shape, _fingerprint(self._fleet.places())
+        task = self._task(batches)
+        return steps, shape, task, contract.form, ends, places, *self._state().items()
 
-    def _turns(self, steps: int) -> tuple[bool, ...]:
-        """Which counters are at the end of a period after so many steps more."""
-        return tuple(
-            (getattr(self._learner, name) + steps) % self._learner.period == 0
-            for name in self._learner.counts
-        )
+    def _ends_period(self, steps: int) -> bool:
+        """Whether so many steps from now end a period of the learner."""
+        contract = self._learner.capture()
+        period = 1 if contract is None else contract.period
+        return (self._fleet.steps_in_task + steps) % period == 0
 
-    def _told(self, batches: Batch) -> int | None:
-        """The task, if the learner looks at it: then no other task can replay what was captured."""
-        return batches.task if self._learner.reads_task else None
+    def _task(self, batches: Batch) -> int | None:
+        """The task, if the learner reads it: then a graph serves no other task."""
+        contract = self._learner.capture()
+        return batches.task if contract is None or contract.reads_task else None
 
     def _state(self) -> dict[str, Hashable]:
-        """What a learner has besides its counters: a captured step must leave everything in it where it was."""
-        return {
-            name: _print(value)
-            for name, value in vars(self._learner).items()
-            if name not in self._learner.counts
-        }
+        """Fingerprints of all attributes, declared as state or not: a step must leave them be."""
+        return {name: _fingerprint(value) for name, value in vars(self._learner).items()}
 
     def _capture(self, key: Hashable, batches: Batch, steps: int) -> None:
-        x, slots = (
-            torch.empty_like(batches.x, memory_format=torch.contiguous_format),
-            batches.slots.clone(),
-        )
-        inputs, width = (
-            replace(batches, x=x, slots=slots, task=self._told(batches)),
-            slots.shape[1] // steps,
-        )
+        x = torch.empty_like(batches.x, memory_format=torch.contiguous_format)
+        slots = batches.slots.clone()
+        inputs = replace(batches, x=x, slots=slots, task=self._task(batches))
+        width = slots.shape[1] // steps
         x.copy_(batches.x)
         owners = [(owner, dict(vars(owner))) for owner in (self._fleet, self._learner)]
-        before = self._state() | {
-            name: getattr(self._learner, name) for name in self._learner.counts
-        }
+        before = self._state()
         try:
             if self._memory is not None:
                 self._memory.look_ahead(steps)
-            form = self._learner.form()
+            contract = self._contract()
+            form = None if contract is None else contract.form
             if any(stretch.form != form for stretch in self._graphs.values()):
                 self._forget()
+            work = [partial(self._one, _cut(inputs, n, width), n) for n in range(steps)]
             with nullcontext() if self._memory is None else self._memory.captured():
-                graph = self._record(
-                    [
-                        partial(self._one, _cut(inputs, number, width), number)
-                        for number in range(steps)
-                    ]
-                )
-            self._check(before, steps)
+                graph = self._record(work)
+            self._check(before)
             self._graphs[key] = _Stretch(form, x, slots, graph)
             if len(self._graphs) > KEPT:
                 del self._graphs[next(iter(self._graphs))]
-        except Exception as reason:  # whatever cannot be captured: a model's or a method's own errors come up again without a graph
+        except Exception as reason:  # a model's or a method's own errors come up again without one
             if is_out_of_memory(reason) and self._fleet.runs > 1:
                 raise  # for a smaller fleet; a single run goes on without a graph
-            log.warning("steps are taken one by one, not replayed: %s", first_line(reason))
+            log.warning("steps are taken one by one, not captured: %s", first_line(reason))
             self._on = False
         finally:
-            for owner, values in owners:
+            for owner, values in owners:  # nothing was computed yet
                 vars(owner).update(values)
 
     def _forget(self) -> None:
-        """Let go of all graphs: with a memory that has grown none of them is of use, and each holds the activations of its steps."""
+        """Free all graphs: once a memory has grown none is of use, and each holds activations."""
         if self.device == "cuda":
             torch.cuda.synchronize(self._fleet.device)
         self._graphs.clear()
@@ -232,45 +218,37 @@ class StepGraphs:
     def _record(self, work: Sequence[Callable[[], None]]) -> Graph:
         return captured(self._fleet.device, self._pool, work)
 
-    def _check(self, before: Mapping[str, Any], steps: int) -> None:
-        """Raise if the captured steps did something that a replay does not repeat."""
-        changed = [
-            name for name, now in self._state().items() if name not in before or before[name] != now
-        ]
+    def _check(self, before: Mapping[str, Any]) -> None:
+        """Raise if the captured steps did something that a graph does not repeat."""
+        now = self._state()
+        changed = [name for name, value in now.items() if before.get(name, now) != value]
         if changed:
-            raise RuntimeError(
-                f"a step changes {', '.join(changed)} on the host: tensors are to be written in place, counters named in `counts`"
-            )
-        for name in self._learner.counts if self._learns else ():
-            if getattr(self._learner, name) != before[name] + steps:
-                raise RuntimeError(
-                    f"a step must add one to {name}, which is among the learner's `counts`"
-                )
+            names = ", ".join(changed)
+            raise RuntimeError(f"a step changes {names} on the host: write tensors in place")
 
-    def _replay(self, stretch: _Stretch, batches: Batch, steps: int) -> None:
+    def _launch(self, stretch: _Stretch, batches: Batch, steps: int) -> None:
         stretch.x.copy_(batches.x)
         stretch.slots.copy_(batches.slots)
         if self._memory is not None:
             self._memory.look_ahead(steps)
         stretch.graph.replay()
         if self._learns:
-            self._fleet.learnt(steps)
-            for name in self._learner.counts:
-                setattr(self._learner, name, getattr(self._learner, name) + steps)
+            self._fleet.count(steps)
         if self._memory is not None:
             self._memory.observe(batches)
 
 
 def _cut(batches: Batch, number: int, width: int) -> Batch:
-    return (
-        batches
-        if width == batches.slots.shape[1]
-        else batches.piece(number * width, (number + 1) * width)
-    )
+    if width == batches.slots.shape[1]:
+        return batches
+    return batches.piece(number * width, (number + 1) * width)
 
 
-def _print(value: Any) -> Hashable:
-    """What tells two states of an object apart: the places of its tensors, its plain values, and those of all that containers hold."""
+def _fingerprint(value: Any) -> Hashable:
+    """What tells two states of an object apart.
+
+    The addresses of its tensors, its plain values, and those of all that containers hold.
+    """
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value.stride()
     if isinstance(value, int | float | str | bytes | None):
@@ -278,7 +256,7 @@ def _print(value: Any) -> Hashable:
     if isinstance(value, np.ndarray | np.generic):
         return value.tobytes()
     if isinstance(value, Mapping):
-        return (len(value), *((name, _print(one)) for name, one in value.items()))
+        return (len(value), *((name, _fingerprint(one)) for name, one in value.items()))
     if isinstance(value, Collection):
-        return (type(value), len(value), *(_print(one) for one in value))
+        return (type(value), len(value), *(_fingerprint(one) for one in value))
     return id(value)

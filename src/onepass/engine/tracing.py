@@ -7,8 +7,6 @@ and lets the matrix products of the backward pass write straight into the gradie
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Hashable, Mapping
 from operator import getitem
 from typing import Any
@@ -78,59 +76,6 @@ def trace(
     graph.lint()
     module.recompile()
     return module
-
-
-def resized(
-    one: fx.GraphModule, its_size: int, other: fx.GraphModule, other_size: int, size: int
-) -> fx.GraphModule | None:
-    """The program for batches of a third size, from two: numbers that differ in them are multiples of the size, or of one by it; None if not.
-
-    To trace takes a second and this none. What comes out is checked like anything that is traced.
-    """
-
-    def fitted(mine: Any, theirs: Any) -> Any:
-        if isinstance(mine, (list, tuple)) and len(mine) == len(theirs):
-            return type(mine)([fitted(a, b) for a, b in zip(mine, theirs, strict=True)])
-        if isinstance(mine, fx.Node) or mine == theirs:
-            return mine
-        if (
-            isinstance(mine, int)
-            and mine * other_size == theirs * its_size
-            and mine * size % its_size == 0
-        ):
-            return mine * size // its_size
-        if isinstance(mine, float) and math.isclose(mine * its_size, theirs * other_size):
-            return mine * its_size / size
-        raise ValueError(mine, theirs)
-
-    made = copy.deepcopy(one)
-    try:
-        for node, twin in zip(made.graph.nodes, other.graph.nodes, strict=True):
-            if (node.op, node.name, node.target) != (twin.op, twin.name, twin.target):
-                return None
-            if node.op == "get_attr" and not _same(
-                getattr(one, node.target), getattr(other, node.target)
-            ):
-                return None
-            if node.op == "call_function":
-                node.args = fitted(node.args, twin.args)
-                node.kwargs = {
-                    key: fitted(value, twin.kwargs[key]) for key, value in node.kwargs.items()
-                }
-    except (ValueError, KeyError):
-        return None
-    made.recompile()
-    return made
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Are these constants of two programs the same? One of them may depend on the size."""
-    return (
-        isinstance(one, Tensor)
-        and isinstance(other, Tensor)
-        and one.dtype == other.dtype
-        and torch.equal(one, other)
-    )
 
 
 def _write_into(gradient: fx.Node, place: fx.Node, output: Tensor) -> bool:

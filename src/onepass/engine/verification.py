@@ -22,6 +22,8 @@ from onepass.engine.architecture import Architecture
 from onepass.engine.gpu.fusing import check_kernels
 from onepass.errors import first_line, is_out_of_memory
 
+WITHIN = 1e-3  # of the length of a gradient
+
 
 class Traced(Protocol):
     """What a program was traced from: `engine.gradients` has it."""
@@ -40,14 +42,13 @@ def verify_trace(
     arguments: Sequence[Tensor],
     outputs: Sequence[Tensor],
     stacked: bool,
-    within: float,
 ) -> bool:
-    """Raise unless the program is right, or off by no more than `within`; False if all runs have diverged or nothing to learn, so that none can tell.
+    """Raise unless the program computes what plain autograd does.
 
-    Float64 takes a GPU long: `within` is wide for programs that were made from judged ones.
+    False if no run can tell, because all have diverged or have nothing to learn.
     """
     try:
-        return _compare(row, made, arguments, outputs, stacked, within, 0.0)
+        return _compare(row, made, arguments, outputs, stacked, WITHIN, 0.0)
     except ArithmeticError as off:
         reason = str(off)
     try:

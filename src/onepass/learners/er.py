@@ -1,16 +1,19 @@
-"""ER: experience replay (Chaudhry, Rohrbach, Elhoseiny, Ajanthan, Dokania, Torr, Ranzato: On tiny episodic memories in continual learning, 2019)."""
+"""ER: experience replay.
+
+Chaudhry, Rohrbach, Elhoseiny, Ajanthan, Dokania, Torr, Ranzato: On tiny episodic memories in
+continual learning, 2019.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from onepass.engine.batch import Batch, joined
-from onepass.engine.fleet import Fleet
-from onepass.learners.base import Rehearsal
-from onepass.memory import EpisodicMemory
+from onepass.learners.declarations import Capture, Cost, Needs, Workload
+from onepass.learners.rehearsal import Rehearsal
 
 
 @dataclass(frozen=True)
@@ -21,30 +24,28 @@ class Options:
 
 
 class Er(Rehearsal):
-    """`∇ 1/(|B| + |M|) Σ_{B ∪ M} ℓ`: plain SGD on the current batch `B` joined with a random batch `M` of the episodic memory."""
+    """`∇ 1/(|B| + |M|) Σ_{B ∪ M} ℓ`: plain SGD on the batch `B` joined with a random batch `M`.
+
+    `M` is drawn from the episodic memory.
+    """
 
     options = Options
-    task_free = True
-
-    def __init__(
-        self, fleet: Fleet, columns: Mapping[str, Tensor], options: Options, memory: EpisodicMemory
-    ) -> None:
-        super().__init__(fleet, columns, options, memory)
-        self.reference_batch = options.reference_batch
+    needs = Needs(memory=True, boundaries=False)
 
     @classmethod
-    def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
-        assert isinstance(options, Options)
-        return min(options.reference_batch, tasks * memory_per_task)
+    def cost(cls, options: Any, work: Workload) -> Cost:
+        count, kept = options.reference_batch, work.tasks * work.memory_per_task
+        largest = work.batch_size + work.drawn(count)
+        return replace(
+            super().cost(options, work), examples=min(count, kept), largest_batch=largest
+        )
 
-    def largest_batch(self, batch_size: int) -> int:
-        return batch_size + self.episodic.drawn(self.reference_batch)
-
-    def form(self) -> Hashable | None:
-        return self.episodic.form(self.reference_batch)
+    def capture(self) -> Capture | None:
+        form = self.episodic.form(self.option.reference_batch)
+        return None if form is None else Capture(form, reads_task=False)
 
     def direction(self, batch: Batch) -> Tensor:
-        replayed = self.episodic.draw(self.reference_batch)
+        replayed = self.episodic.draw(self.option.reference_batch)
         g, _ = self.fleet.grad(batch if replayed is None else joined(batch, replayed))
         self.episodic.observe(batch)
         return g

@@ -1,28 +1,34 @@
-"""EWC: elastic weight consolidation (Kirkpatrick et al.: Overcoming catastrophic forgetting in neural networks, PNAS 2017)."""
+"""EWC: elastic weight consolidation.
+
+Kirkpatrick et al.: Overcoming catastrophic forgetting in neural networks, PNAS 2017.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from onepass.engine.batch import Batch
-from onepass.engine.fleet import Fleet
 from onepass.learners.anchored import examples, scaled, singly
+from onepass.learners.declarations import Capture, Needs
 from onepass.learners.fisher import MovingFisher
-from onepass.memory import EpisodicMemory
+from onepass.learners.state import over_theta, workspace
 from onepass.random_numbers import Purpose, RandomNumbers, uniform_at
 
 
 @dataclass(frozen=True)
 class Options:
-    """`fisher = "per-task"` is the original: the Fisher information of each task at its end, from a second look at its data, with an anchor a
-    task. `"moving-average"` is the online form that the A-GEM authors compare with: see `MovingFisher` for `fisher_every` and `flush`.
-    `normalise` scales importances to [0, 1], as their code does. `labels` of the Fisher information a task are drawn from the model's own
-    prediction, which is its definition, or taken from the data (the empirical Fisher information).
+    """How the Fisher information is estimated.
+
+    `fisher = "per-task"` is the original: that of each task at its end, from a second pass over its
+    data, with one anchor per task. `"moving-average"` is the online form that the A-GEM authors
+    compare with: see `MovingFisher` for `fisher_every` and `flush`. `normalise` scales importances
+    to [0, 1], as their code does. `labels` for the per-task information are drawn from the model's
+    own prediction, which is the definition, or taken from the data (the empirical information).
     """
 
     fisher: Literal["per-task", "moving-average"] = "per-task"
@@ -32,54 +38,46 @@ class Options:
     flush: bool = True
 
 
-class Ewc(MovingFisher):
-    """Gradient of `ℓ(θ) + λ Σ_k Σ_i F_{k,i} (θ_i − θ*_{k,i})²`, over past tasks `k` with `θ*_k` the parameters at the end of task `k`.
+def _is_moving(options: Options) -> bool:
+    return options.fisher == "moving-average"
 
-    `F_k = E_x E_{y ~ p_θ(·|x)} (∂ log p_θ(y|x) / ∂θ)²` at `θ*_k`. A sum of such pulls is one pull with `F = Σ_k F_k` towards
-    `θ* = Σ_k F_k θ*_k / F`, so the state does not grow. Our `λ` is half of Kirkpatrick's. As a moving average, `F` is that of `MovingFisher` and
-    `θ*` the end of the last task.
+
+class Ewc(MovingFisher):
+    """Gradient of `ℓ(θ) + λ Σ_k Σ_i F_{k,i} (θ_i − θ*_{k,i})²`, over past tasks `k`.
+
+    `θ*_k` are the parameters at the end of task `k`, where
+    `F_k = E_x E_{y ~ p_θ(·|x)} (∂ log p_θ(y|x) / ∂θ)²`. A sum of such pulls is one pull with
+    `F = Σ_k F_k` towards `θ* = Σ_k F_k θ*_k / F`, so the state does not grow. Our `λ` is half of
+    Kirkpatrick's. As a moving average, `F` is that of `MovingFisher`, `θ*` the end of the last task.
     """
 
     hyperparameters = {"strength": (1, 10, 100, 1000, 10000)}
     options = Options
-    keeps = (*MovingFisher.keeps, "total")
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        columns: Mapping[str, Tensor],
-        options: Options,
-        memory: EpisodicMemory | None,
-    ) -> None:
-        super().__init__(fleet, columns, options, memory)
-        self.moving, self.normalise = options.fisher == "moving-average", options.normalise
-        self.from_model = options.labels == "model"
-        if not self.moving:
-            self.counts, self.period = (), 1
-        self.total = torch.zeros_like(fleet.theta[:, : 0 if self.moving else None])  # Σ_k F_k
-        self._random = RandomNumbers(fleet.seeds, Purpose.LABELS)
-        self._number = torch.zeros_like(self.count)  # of an example in the second look
+    total: Tensor = over_theta(needed=lambda options: not _is_moving(options))  # Σ_k F_k
+    _number: Tensor = workspace(lambda learner: torch.zeros_like(learner.count))  # see `relabelled`
 
     @classmethod
-    def looks_again(cls, options: object) -> bool:
-        assert isinstance(options, Options)
-        return options.fisher == "per-task"
+    def needs_with(cls, options: Options) -> Needs:
+        if _is_moving(options):
+            return Needs()
+        instead = "fisher='moving-average'"
+        labels = f"labels='data' or {instead}" if options.labels == "model" else ""
+        return Needs(second_pass=True, single_pass_by=instead, classes_unless=labels)
 
-    def direction(self, batch: Batch) -> Tensor:
-        self._g, _ = self.fleet.grad(batch)
-        return self.pulled(self._g)
+    def capture(self) -> Capture | None:
+        return super().capture() if _is_moving(self.option) else Capture(reads_task=False)
 
     def accept(self) -> None:
-        if self.moving:
+        if _is_moving(self.option):
             self.watch(self._g)
-            self.count_step()
+            self.average_if_due()
 
     def begin_review(self) -> None:
         self.squares.zero_()
         self.count.zero_()
         self._number.zero_()
 
-    def look_again(self, batch: Batch) -> None:
+    def review_batch(self, batch: Batch) -> None:
         for one in singly(batch):
             with self.fleet.workspace():
                 g, _ = self.fleet.grad(self.relabelled(one, self._number), training=False)
@@ -90,28 +88,27 @@ class Ewc(MovingFisher):
     def end_review(self) -> None:
         torch.div(self.squares, self.count.clamp(min=1), out=self.fisher)
 
+    @cached_property
+    def _labels(self) -> RandomNumbers:
+        return RandomNumbers(self.fleet.seeds, Purpose.LABELS)
+
     def relabelled(self, batch: Batch, number: Tensor) -> Batch:
-        """One example a run, number `[R, 1]` of the second look, with a label drawn from the model's own prediction."""
-        if not self.from_model:
+        """One example per run, number `[R, 1]` of the pass, with a label from the prediction."""
+        if self.option.labels == "data":
             return batch
-        uniform = uniform_at(self._random.key(self.fleet.step), number)
-        return replace(
-            batch,
-            slots=self.fleet.competition.sample(
-                self.fleet.forward(batch).logits, batch.slots, uniform
-            ),
-        )
+        uniform = uniform_at(self._labels.key(self.fleet.step), number)
+        logits = self.fleet.forward(batch).logits
+        return replace(batch, slots=self.fleet.competition.sample(logits, batch.slots, uniform))
 
     def end_task(self) -> None:
-        if self.moving:
-            self.rest()
-        fisher = scaled(self.fisher, self.fleet.gaps) if self.normalise else self.fisher
-        if self.moving:
+        if _is_moving(self.option):
+            self.average_rest()
+        fisher = scaled(self.fisher, self.fleet.gaps) if self.option.normalise else self.fisher
+        if _is_moving(self.option):
             self.protect(fisher)
             return
         before, towards = self.total, self.anchor.clone()
         self.total = before + fisher
         self.protect(self.total)
-        self.anchor = torch.where(
-            self.total > 0, torch.lerp(self.anchor, towards, before / self.total), self.anchor
-        )
+        mean = torch.lerp(self.anchor, towards, before / self.total)
+        self.anchor = torch.where(self.total > 0, mean, self.anchor)

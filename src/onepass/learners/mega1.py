@@ -1,11 +1,14 @@
-"""MEGA-I: balance two losses (Guo, Liu, Yang, Rosing: Improved schemes for episodic memory-based lifelong learning, NeurIPS 2020)."""
+"""MEGA-I: balance two losses.
+
+Guo, Liu, Yang, Rosing: Improved schemes for episodic memory-based lifelong learning, NeurIPS 2020.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from onepass.learners.base import Referring
+from onepass.learners.rehearsal import Referring
 
 
 def balance(
@@ -13,21 +16,20 @@ def balance(
 ) -> Tensor:
     """`g + (ℓ_ref / ℓ) g_ref` if `ℓ > ε`, else `g_ref`; losses and `ε` are columns `[R, 1]`.
 
-    >>> one = torch.ones(1, 1)
-    >>> balance(torch.tensor([[1.0, 0.0]]), 2 * one, torch.tensor([[0.0, 1.0]]), one, 0.1 * one).tolist()
+    >>> g, g_ref, one = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), torch.ones(1, 1)
+    >>> balance(g, 2 * one, g_ref, one, 0.1 * one).tolist()
     [[1.0, 0.5]]
     """
     learning = loss > sensitivity
-    return (
-        torch.where(learning, g, 0)
-        + torch.where(learning, loss_ref / torch.where(learning, loss, 1), 1) * g_ref
-    )
+    share = torch.where(learning, loss_ref / torch.where(learning, loss, 1), 1)
+    return torch.where(learning, g, 0) + share * g_ref
 
 
 class Mega1(Referring):
-    """`g̃ = g + (ℓ_ref / ℓ_t) g_ref` while the loss `ℓ_t` of the current batch is above `ε` (`sensitivity`), else `g̃ = g_ref`.
+    """`g̃ = g + (ℓ_ref / ℓ_t) g_ref` while the loss `ℓ_t` of the batch is above `ε`, else `g_ref`.
 
-    The better the current task is known compared with the past, the more a step is for the past.
+    `ε` is the `sensitivity`. The better the current task is known compared with the past, the more
+    a step is for the past.
     """
 
     hyperparameters = {"sensitivity": (0.001, 0.01, 0.1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners.base import Learner
+from onepass.learners.declarations import Capture, Cost, Needs, Workload
+from onepass.learners.state import counter
 from onepass.memory import EpisodicMemory
 from onepass.models.progressive import Progressive
 from onepass.models.stages import stages
@@ -19,48 +22,47 @@ from onepass.models.stages import stages
 
 @dataclass(frozen=True)
 class Options:
-    """`input_laterals` connects the raw inputs laterally too, as the A-GEM authors' code does in the first layer of an MLP: the same input
-    reaches a new column once more for each column before it. `lateral_biases` gives every lateral connection a bias of its own, as that code
-    does."""
+    """`input_laterals` connects the raw inputs laterally too.
+
+    The A-GEM authors' code does so in the first layer of an MLP: the same input reaches a new
+    column once more for each column before it. `lateral_biases` gives every lateral connection a
+    bias of its own, as that code does.
+    """
 
     input_laterals: bool = False
     lateral_biases: bool = False
 
 
 class ProgNN(Learner):
-    """Plain SGD on a new column a task, with lateral connections from all earlier columns, which are frozen: nothing is ever forgotten.
+    """Plain SGD on a new column for each task, with lateral connections from all earlier ones.
 
-    `h_s^k = relu(W_s^k h_{s−1}^k + Σ_{j<k} U_s^{kj} h_{s−1}^j)`. Each task is answered by its own column, so the task must be known;
+    `h_s^k = relu(W_s^k h_{s−1}^k + Σ_{j<k} U_s^{kj} h_{s−1}^j)`. Earlier columns are frozen:
+    nothing is ever forgotten. Each task is predicted by its own column, so the task must be known;
     parameters grow with the square of the number of tasks.
     """
 
     options = Options
-    keeps = ("grown",)
-    own_network = True
-    reads_task = False
-    answers_by_task = True
+    needs = Needs(own_network=True, task_to_predict=True)
+    grown: int = counter()  # columns
 
     def __init__(
         self,
         fleet: Fleet,
         columns: Mapping[str, Tensor],
         options: Options,
-        memory: EpisodicMemory | None,
+        memory: EpisodicMemory | None = None,
     ) -> None:
         super().__init__(fleet, columns, options, memory)
         stages(fleet.architecture.module)  # before anything is learnt: can it be taken apart?
-        self.laterals = options.input_laterals, options.lateral_biases
-        self.grown = 0  # columns
+        self._laterals = options.input_laterals, options.lateral_biases
 
     def begin_task(self, task: int) -> None:
+        super().begin_task(task)
         self._grow(task + 1)
 
     def _grow(self, columns: int) -> None:
         self.grown = columns
-        self.fleet.rebuild(lambda: Progressive(self.fleet.build, columns, *self.laterals))
-
-    def passes(self) -> int:
-        return self.grown
+        self.fleet.rebuild(lambda: Progressive(self.fleet.build, columns, *self._laterals))
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)
@@ -69,10 +71,9 @@ class ProgNN(Learner):
     def scores(self, batch: Batch) -> Tensor:
         if batch.task is None:
             raise InputError("prog-nn has a column a task: say whose examples these are")
-        if batch.task >= self.grown:  # not learnt yet: no answer is no right answer
-            return torch.full(
-                (*batch.slots.shape, self.fleet.slots.count), torch.nan, device=self.fleet.device
-            )
+        if batch.task >= self.grown:  # not learnt yet, and NaN is never right
+            shape = (*batch.slots.shape, self.fleet.slots.count)
+            return torch.full(shape, torch.nan, device=self.fleet.device)
         network = self.fleet.architecture.module
         assert isinstance(network, Progressive)
         network.shown = batch.task
@@ -87,15 +88,19 @@ class ProgNN(Learner):
         if counters["grown"]:
             self._grow(counters["grown"])  # the fleet's own state follows
 
-    @classmethod
-    def examples_a_step(cls, options: object, tasks: int, memory_per_task: int) -> int:
-        return 2 * tasks**2  # as much as passing through all columns costs, measured on the digits
+    def capture(self) -> Capture | None:
+        return Capture(gradients=self.grown, reads_task=False)
 
-    def peak_bytes(self, tasks: int) -> int:
+    @classmethod
+    def cost(cls, options: Any, work: Workload) -> Cost:
+        return Cost(
+            examples=2 * work.tasks**2
+        )  # as measured: what passing through all columns costs
+
+    def peak_bytes(self, work: Workload) -> int:
         with torch.device("meta"):
-            network = Progressive(self.fleet.build, tasks, *self.laterals)
-        parameters, buffers = (
-            sum(t.nbytes for t in tensors) for tensors in (network.parameters(), network.buffers())
-        )
+            network = Progressive(self.fleet.build, work.tasks, *self._laterals)
+        parameters = sum(parameter.nbytes for parameter in network.parameters())
+        buffers = sum(buffer.nbytes for buffer in network.buffers())
         copies = 2 + 2  # before and after a column is added, a gradient, and a temporary one
         return copies * parameters + buffers

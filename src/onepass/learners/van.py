@@ -6,13 +6,16 @@ from torch import Tensor
 
 from onepass.engine.batch import Batch
 from onepass.learners.base import Learner
+from onepass.learners.declarations import Capture, Needs
 
 
 class Van(Learner):
-    """`θ ← θ − α ∇ℓ(θ, batch)`: a single model trained continually without anything against forgetting (the paper's VAN)."""
+    """`θ ← θ − α ∇ℓ(θ, batch)`: nothing against forgetting (the paper's VAN)."""
 
-    task_free = True
-    reads_task = False
+    needs = Needs(boundaries=False)
+
+    def capture(self) -> Capture | None:
+        return Capture(reads_task=False)
 
     def direction(self, batch: Batch) -> Tensor:
         g, _ = self.fleet.grad(batch)

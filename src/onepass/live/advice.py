@@ -36,7 +36,7 @@ class Advice:
         ends = type(owner.learner).end_task is not Learner.end_task
         self.wanted = ends and not owner.task_free
         self.how: str | None = HOW + (
-            ", or wrap with task_free=True" if owner.learner.task_free else ""
+            "" if owner.learner.needs.boundaries else ", or wrap with task_free=True"
         )  # None: the end will be declared
         self._old: set[int] = set()  # classes, and the examples that had them
         self._examples = 0

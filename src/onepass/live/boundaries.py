@@ -27,11 +27,11 @@ def which(owner: OnePass, task: Name | None) -> tuple[Name | None, bool]:
         raise InputError("this stream was declared task-free: leave the task of a batch out")
     check_name(task, declared)
     crossing = owner.batches > 0 and task != owner.task
-    if crossing and owner.learner.needs_review:
+    if crossing and owner.learner.needs.second_pass:
         raise InputError(
             f"{owner.method} looks at a task's data a second time: call end_task(again=batches) before the next task"
         )
-    if owner.learner.needs_own_classes and declared[owner.segment : owner.segment + 1] != [task]:
+    if owner.learner.needs.own_classes and declared[owner.segment : owner.segment + 1] != [task]:
         order = ", ".join(f"'{name}'" for name in declared)
         raise InputError(f"{owner.method} learns the declared tasks once, in their order: {order}")
     return task, crossing

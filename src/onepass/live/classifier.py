@@ -164,7 +164,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise InputError(
                     "this stream was declared task-free: there is no task to end, so leave task_ends out"
                 )
-            if task_ends and learner.learner.needs_review and learner.batches > 0:
+            if task_ends and learner.learner.needs.second_pass and learner.batches > 0:
                 raise InputError(
                     f"{learner.method} looks at a task's data a second time, and these rows are only its end: call end_task(X, y) with all of them"
                 )
@@ -174,7 +174,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 else HOW
                 + (
                     ", or make the classifier with task_free=True"
-                    if learner.learner.task_free
+                    if not learner.learner.needs.boundaries
                     else ""
                 )
             )
@@ -213,7 +213,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _end(self, X: Array, y: Array, order: Array) -> None:
         self.learner_.end_task(
-            again=self._batches(X, y, order) if self.learner_.learner.needs_review else None
+            again=self._batches(X, y, order) if self.learner_.learner.needs.second_pass else None
         )
 
     def _batches(self, X: Array, y: Array, order: Array) -> Iterator[tuple[Tensor, Tensor]]:
@@ -302,7 +302,7 @@ class OnePassClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         if not isinstance(self.method, str):
             raise InputError(f"method must be the name of one, got {self.method!r}")
-        if self.method in METHODS and METHODS[self.method].learner.needs_own_classes:
+        if self.method in METHODS and METHODS[self.method].learner.needs.own_classes:
             raise InputError(
                 f"{self.method} needs to know the classes of each task, and a classifier is not told: choose another method"
             )

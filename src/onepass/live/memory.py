@@ -148,9 +148,9 @@ class LiveMemory:
         rows = self._visible_rows()
         if n > count:
             rows = rows[
-                self._ahead.sample(
-                    torch.tensor([self.fleet.number]), self.fleet.number, [n], count
-                )[0]
+                self._ahead.sample(torch.tensor([self.fleet.steps]), self.fleet.steps, [n], count)[
+                    0
+                ]
             ]
         elif (
             self._in_order and self.fleet.is_traceable()
@@ -262,7 +262,7 @@ class LiveMemory:
         rows = [row for group, members in self._members.items() if group[1] < 0 for row in members]
         if self.task_free:
             return [
-                row for row in rows if self._arrived[row] <= self.fleet.number - self.plan.recent
+                row for row in rows if self._arrived[row] <= self.fleet.steps - self.plan.recent
             ]
         return [row for row in rows if row not in self._fresh]
 
@@ -375,7 +375,7 @@ class LiveMemory:
         if self._limit is None or self._used < self._limit:
             row, self._used = self._used, self._used + 1
             self._group.append(group)
-            self._arrived.append(self.fleet.number)
+            self._arrived.append(self.fleet.steps)
             self._position.append(-1)
             self._enter(row, group)
             return row
@@ -419,7 +419,7 @@ class LiveMemory:
         if self.task_free and group[1] >= 0:
             self._hide(row)
             self._ripens(row)
-        self._arrived[row] = self.fleet.number
+        self._arrived[row] = self.fleet.steps
         return row
 
     def _is_ring(self, group: Group) -> bool:
@@ -436,7 +436,7 @@ class LiveMemory:
         return row
 
     def _enter(self, row: int, group: Group) -> None:
-        self._arrived[row] = self.fleet.number
+        self._arrived[row] = self.fleet.steps
         members = self._members[group]
         if members:
             self._group[row] = self._group[members[0]]  # one object for all of them
@@ -461,7 +461,7 @@ class LiveMemory:
                 continue
             if self._used <= allowed:
                 break
-            bits = bits_at(self.fleet.seed, Purpose.ROOM, self.fleet.number, self._used)
+            bits = bits_at(self.fleet.seed, Purpose.ROOM, self.fleet.steps, self._used)
             self._drop(
                 self._give_way(self._largest(self._fullest()), (bits % 2**64 >> 11) * 2.0**-53)
             )
@@ -511,10 +511,10 @@ class LiveMemory:
     # ---- what may be drawn
 
     def _ripens(self, row: int) -> None:
-        self._coming.append(self.fleet.number << SHIFT | row)
+        self._coming.append(self.fleet.steps << SHIFT | row)
 
     def _let_ripen(self) -> None:
-        while self._coming and self._coming[0] >> SHIFT <= self.fleet.number - self.plan.recent:
+        while self._coming and self._coming[0] >> SHIFT <= self.fleet.steps - self.plan.recent:
             step, row = divmod(self._coming.popleft(), 2**SHIFT)
             if (
                 self._arrived[row] == step and self._position[row] < 0 and self._group[row][1] >= 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def or_as_before(owner: OnePass) -> Iterator[None]:
     """After an error, everything is as it was before. A step that is refused writes no parameter, so their values need no copy."""
     own = {name: getattr(owner, name) for name in ("segment", "batches", "task", "outputs")}
-    fleet, learner = owner.fleet.marked(), owner.learner.marked()
+    fleet, learner = owner.fleet.marked(), owner.learner.saved()
     memory = None if owner.memory is None else owner.memory.marked()
     best = dict(owner._watch.best)
     try:
@@ -24,7 +24,7 @@ def or_as_before(owner: OnePass) -> Iterator[None]:
             owner.undo()
         vars(owner).update(own)
         owner.fleet.go_back(fleet)
-        vars(owner.learner).update(learner)
+        owner.learner.go_back(learner)
         if owner.memory is not None and memory is not None:
             vars(owner.memory).update(memory)
         owner._watch.best = best

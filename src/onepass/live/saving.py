@@ -45,6 +45,7 @@ AGAIN = {
     "where",
     "folder",
 }
+COUNTED_BY_THE_FLEET = {"steps", "number"}  # steps of the task, which older files have of a method
 PARTS = ("module", "learner", "memory", "sample", "optimizer")
 
 
@@ -83,7 +84,7 @@ def packed(owner: OnePass) -> bytes:
         "memory": memory.counters() if memory is not None else None,
         "outputs": owner.outputs,
         "examples": None if owner.examples is None else _described(owner.examples),
-        "replays": sorted(fleet.replays),
+        "replays": sorted(fleet.traced_sizes),
         "segment": owner.segment,
         "batches": owner.batches,
         "task": owner.task,
@@ -190,7 +191,7 @@ def _made(
     own, memory = check_settings(header), placed(header, given, path)
     if method(
         header.settings.method
-    ).learner.one_input:  # older files may have what is refused by now
+    ).learner.needs.own_examples:  # older files may have what is refused by now
         own, memory = own | {"all_classes": False}, Memory()
     state = {
         part: {
@@ -230,7 +231,10 @@ def _made(
             restore_optimizer(optimizer, state["optimizer"], saved.groups, saved.numbers)
         if header.examples is not None:
             owner.examples = header.examples.examples()
-            owner.fleet.keywords, owner.fleet.replays = owner.examples.keywords, set(header.replays)
+            owner.fleet.keywords, owner.fleet.traced_sizes = (
+                owner.examples.keywords,
+                set(header.replays),
+            )
             owner._sample = [tensor.to(owner.fleet.device) for tensor in sample]
         owner._autosave = autosave
         make_place(autosave)
@@ -243,9 +247,9 @@ def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Te
     if owner.head is not None:
         head = module.get_submodule(owner.head)
         assert isinstance(head, nn.Linear)
-        size, width = fleet.theta.shape[1], len(state["module"][f"{owner.head}.weight".lstrip(".")])
+        width = len(state["module"][f"{owner.head}.weight".lstrip(".")])
         if width != head.out_features:
-            owner.learner.resize(size, grow(fleet, owner.head, width)[0])
+            owner.learner.resize(grow(fleet, owner.head, width)[0])
     owner.outputs, owner.segment, owner.batches, owner.task = (
         header.outputs,
         header.segment,
@@ -258,14 +262,15 @@ def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Te
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             tensor.copy_(state["module"][name])
     fleet.continue_at(header.fleet.model_dump())
+    fleet.steps_in_task = header.batches
     example = None if header.examples is None else header.examples.examples().inputs[0]
     tasks = header.learner.get("seen", header.segment)  # of a method that counts them itself
-    if tasks != header.segment or not owner.learner.accepts(
-        state["learner"], header.learner, example
-    ):
+    counters = {name: n for name, n in header.learner.items() if name not in COUNTED_BY_THE_FLEET}
+    fits = owner.learner.accepts(state["learner"], counters, example)
+    if tasks != header.segment or not fits:
         raise AlteredError("the state of its method")
     check_counts(state["learner"])
-    owner.learner.restore(state["learner"], header.learner)
+    owner.learner.restore(state["learner"], counters)
     if owner.memory is not None and header.memory is not None:
         owner.memory.restore(state["memory"], header.memory.model_dump())
     owner._watch.best = dict(header.best)

@@ -52,7 +52,7 @@ def read_method(name: str) -> type[Learner]:
         raise InputError(
             f"{name} sees all tasks at once, so it is no method for a stream: choose another one"
         )
-    if found.learner.own_network:
+    if found.learner.needs.own_network:
         raise InputError(
             f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one"
         )
@@ -203,30 +203,30 @@ def check_method(
 ) -> None:
     """Raise unless the method makes sense for such a stream."""
     learner = method(name).learner
-    if task_free and not learner.task_free:
+    if task_free and learner.needs.boundaries:
         able = ", ".join(
             other
             for other, found in METHODS.items()
-            if found.learner.task_free and not found.joined
+            if not (found.learner.needs.boundaries or found.joined)
         )
         raise InputError(
             f"{name} needs task boundaries: for a task-free stream choose one of {able}"
         )
     if task_free and tasks:
         raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
-    if learner.needs_own_classes and not (classifies and tasks):
+    if learner.needs.own_classes and not (classifies and tasks):
         raise InputError(
             f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy"
         )
-    if learner.one_input and plan != Memory():
+    if learner.needs.own_examples and plan != Memory():
         raise InputError(
             f"{name} keeps exemplars of its own, so it has no use for a memory: leave memory out, and say how many with exemplars="
         )
-    if plan.held_out and not learner.needs_memory:
+    if plan.held_out and not learner.needs.memory:
         raise InputError(
             f"{name} keeps no examples, so there are none to hold out for measuring: leave held_out out, or choose another method"
         )
-    if learner.one_input and options.all_classes:
+    if learner.needs.own_examples and options.all_classes:
         raise InputError(
             f"leave all_classes out of {name} here: predict(x) answers among all classes seen so far, predict(x, task=…) among a task's"
         )
@@ -238,14 +238,11 @@ def check_method(
         raise InputError(
             f"the memory policy {plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream"
         )
-    if (
-        not classifies
-        and name == "ewc"
-        and options.fisher == "per-task"
-        and options.labels == "model"
-    ):
+    otherwise = learner.needs_with(options).classes_unless
+    if otherwise and not classifies:
         raise InputError(
-            "ewc draws labels from the model's own prediction: with a loss of your own choose labels='data' or fisher='moving-average'"
+            f"{name} draws labels from the model's own prediction: with a loss of your own choose"
+            f" {otherwise}"
         )
 
 

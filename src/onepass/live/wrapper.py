@@ -170,7 +170,7 @@ class OnePass:
             for name, value in self._columns.items()
         }
         self.memory: LiveMemory | None = None
-        if learner_type.needs_memory:
+        if learner_type.needs.memory:
             policy = self.plan.policy or ("class-balanced" if self.classifies else "reservoir")
             self.memory = LiveMemory(
                 self.fleet, self.plan, policy, self.task_free, self._classes_now
@@ -212,7 +212,7 @@ class OnePass:
                     finally:
                         if (
                             self._autosave is not None
-                            and self.fleet.number % self._autosave_every == 0
+                            and self.fleet.steps % self._autosave_every == 0
                         ):
                             self.save(self._autosave)
             return loss
@@ -271,7 +271,7 @@ class OnePass:
         if self.batches == 0:
             self.learner.begin_task(self.segment)
         if self.examples is None:
-            self.fleet.replays = self._common_sizes(len(labels))
+            self.fleet.traced_sizes = self._common_sizes(len(labels))
 
     def _common_sizes(self, batch: int) -> set[int]:
         """Of the batches that will be seen again and again, if the first one is like the others. A head that grows would make programs void."""
@@ -325,9 +325,10 @@ class OnePass:
                     self.save(self._autosave)
 
     def _end(self, again: Iterable[tuple[X, object]] | None) -> None:
-        if self.learner.needs_review:
+        if self.learner.needs.second_pass:
             if again is None:
-                other = " or choose fisher='moving-average'" if self.method == "ewc" else ""
+                instead = self.learner.needs.single_pass_by
+                other = f" or choose {instead}" if instead else ""
                 raise InputError(
                     f"{self.method} looks at a task's data a second time: call end_task(again=batches) before the next task{other}"
                 )
@@ -368,12 +369,10 @@ class OnePass:
 
     def _grow(self, outputs: int) -> None:
         """Enlarge the head."""
-        head, before = (
-            check_growth(self.module, self.head, self.outputs, outputs, self.fleet.optimizer),
-            self.fleet.theta.shape[1],
-        )
+        optimizer = self.fleet.optimizer
+        head = check_growth(self.module, self.head, self.outputs, outputs, optimizer)
         carry, self.undo = grow(self.fleet, head, outputs)
-        self.learner.resize(before, carry)
+        self.learner.resize(carry)
         self.outputs = outputs
         if not self._tasks:
             self.fleet.compete(Slots((tuple(range(outputs)),)))
@@ -435,7 +434,7 @@ class OnePass:
     @property
     def steps(self) -> int:
         """Batches learnt so far."""
-        return self.fleet.number
+        return self.fleet.steps
 
     @property
     def violations(self) -> int | None:
@@ -518,7 +517,7 @@ class OnePass:
 
     def _read(self, x: X, y: object) -> tuple[Batch, list[int], Examples]:
         tensors, keywords = read_inputs(x, self.examples)
-        if self.learner.one_input and len(tensors) > 1:
+        if self.learner.needs.own_examples and len(tensors) > 1:
             raise InputError(
                 f"{self.method} keeps examples of one input, and x has {len(tensors)}: join them into one tensor"
             )

@@ -272,7 +272,7 @@ def _trouble(result: Result) -> str | None:
 
 def _state(name: str, record: Record, size: Sizes) -> State:
     parameters = NUMBER * size.P
-    examples = size.M_all * size.example if method(name).learner.needs_memory else 0
+    examples = size.M_all * size.example if method(name).learner.needs.memory else 0
     return State(
         parameters,
         examples,

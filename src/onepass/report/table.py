@@ -147,7 +147,7 @@ def table(recipe: Recipe, results: Mapping[str, Result]) -> Table:
 
 
 def _looks_again(recipe: Recipe, name: str) -> bool:
-    return method(name).learner.looks_again(recipe.method_options(name))
+    return method(name).learner.needs_with(recipe.method_options(name)).second_pass
 
 
 def _remarks(recipe: Recipe, results: Mapping[str, Result]) -> list[str]:
@@ -187,7 +187,7 @@ def better_than_agem(finished: Mapping[str, Result]) -> dict[str, float]:
             [None if a is None or b is None else a - b for a, b in zip(mine, agem, strict=False)]
         )
         if (
-            method(name).learner.needs_memory
+            method(name).learner.needs.memory
             and gain.mean is not None
             and gain.interval is not None
             and gain.interval[0] > 0

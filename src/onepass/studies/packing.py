@@ -19,6 +19,7 @@ from torch import nn
 from onepass.errors import InputError
 from onepass.feed import Feed
 from onepass.learners import method
+from onepass.learners.declarations import Workload
 from onepass.protocol import Run, assemble, grid_points
 from onepass.streams.base import TASKS, Part, Stream
 from onepass.studies.recipe import Recipe
@@ -90,10 +91,14 @@ def cost(stream: Stream, recipe: Recipe, name: str) -> int:
 def cost_of_step(recipe: Recipe, name: str) -> int:
     """The work of one step of one run of a method, in examples."""
     learner = method(name).learner
-    examples = recipe.batch_size + learner.examples_a_step(
-        recipe.method_options(name), TASKS["ev"], recipe.memory_per_task
-    )
-    return STEP + examples + STATE * len(learner.keeps)
+    seen = learner.cost(recipe.method_options(name), workload(recipe, "ev")).examples
+    return STEP + recipe.batch_size + seen + STATE * len(learner.state_names())
+
+
+def workload(recipe: Recipe, part: Part) -> Workload:
+    """What decides the cost of a run besides its method."""
+    repeats = recipe.memory_with_replacement or recipe.memory_includes_current_task
+    return Workload(TASKS[part], recipe.batch_size, recipe.memory_per_task, repeats)
 
 
 def most_rows(
@@ -134,7 +139,7 @@ def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
         )
     example = pool.x[0].nbytes + 2 * 8  # and its class and task
     kept = (
-        TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs_memory else 0
+        TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs.memory else 0
     )
     return 4 * parameters + kept
 
@@ -144,14 +149,13 @@ def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
     options = recipe.method_options(name)
     run = Run(0, grid_points(recipe.grids[name])[0])
     feed, fleet, learner = assemble(stream, part, method(name), [run], recipe.setup(), options)
-    batch = next(feed.batches(0))
-    largest = learner.largest_batch(recipe.batch_size)
-    activations = largest * _activations(
-        fleet.architecture.module, lambda: fleet.forward(batch.piece(0, 1))
-    )
-    examples = learner.examples_held() * batch.x[0, 0].nbytes
+    batch, work = next(feed.batches(0)), workload(recipe, part)
+    estimate = learner.cost(options, work)
+    one = _activations(fleet.architecture.module, lambda: fleet.forward(batch.piece(0, 1)))
+    activations = max(recipe.batch_size, estimate.largest_batch) * one
+    examples = estimate.held * batch.x[0, 0].nbytes
     passes = 3  # forward, backward, and what both hold meanwhile
-    return int(learner.peak_bytes(feed.tasks) + examples + passes * activations)
+    return int(learner.peak_bytes(work) + examples + passes * activations)
 
 
 def _activations(module: nn.Module, forward: Callable[[], object]) -> int:

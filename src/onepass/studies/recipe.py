@@ -151,7 +151,7 @@ class Recipe(BaseModel):
         self.setup().model().check(stream(self.stream).image)
         for name in self.methods:
             expected = set(method(name).hyperparameters)
-            if method(name).learner.needs_own_classes and not stream(self.stream).own_classes:
+            if method(name).learner.needs.own_classes and not stream(self.stream).own_classes:
                 raise InputError(
                     f"{name} needs a stream whose tasks have classes of their own, such as split-digits, and {self.stream} has not"
                 )
@@ -359,7 +359,7 @@ def all_methods(stream_name: str) -> list[str]:
     return [
         name
         for name, found in METHODS.items()
-        if stream(stream_name).own_classes or not found.learner.needs_own_classes
+        if stream(stream_name).own_classes or not found.learner.needs.own_classes
     ]
 
 

@@ -46,7 +46,7 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
     found = method(name)
     shared = asdict(recipe.setup())
     del shared["gradients"]  # how they are computed, not what
-    if not found.learner.needs_memory:
+    if not found.learner.needs.memory:
         shared = {key: value for key, value in shared.items() if not key.startswith("memory")}
     if not found.joined:
         del shared["union_softmax"]
