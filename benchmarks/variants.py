@@ -6,7 +6,7 @@ many classes, and whose batches are even.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import LOST, Fleet
 from onepass.learners import METHODS, Method
 from onepass.learners.agem import AGem
-from onepass.learners.base import Reference
+from onepass.learners.rehearsal import Reference
 from onepass.learners.icarl import ICarl, Options
 from onepass.memory import EpisodicMemory
 
@@ -47,7 +47,7 @@ class UnionAGem(AGem):
         return self.fleet.grad(
             replace(reference, extra={"closed": closed}),
             loss=among_open,
-            update_buffers=self.moves,
+            update_buffers=self.option.reference_moves_buffers,
             limit=LOST,
         )
 
@@ -109,11 +109,14 @@ class GemICarl(ICarl):
     def distillation(self, logits: Tensor, slots: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
         return cross_entropy(self.fleet.competition.outputs(logits, slots), extra["wanted"])
 
-    def review(self, batches: Iterable[Batch]) -> None:
-        own, everything = self.fleet.slots.table[self.seen], self.compared
+    def begin_review(self) -> None:
+        super().begin_review()
+        own = self.fleet.slots.table[self.seen]
         self.compared = slice(min(own), max(own) + 1)
-        super().review(batches)
-        self.compared = everything
+
+    def end_review(self) -> None:
+        super().end_review()
+        self.compared = slice(0, self.fleet.slots.count)
 
     @torch.no_grad()
     def end_task(self) -> None:

@@ -11,7 +11,8 @@ from onepass import recording
 from onepass.engine.fleet import Fleet
 from onepass.errors import InputError
 from onepass.learners import METHODS
-from onepass.learners.base import Learner, Reference
+from onepass.learners.base import Learner
+from onepass.learners.rehearsal import Reference
 from onepass.metrics import Record, select
 from onepass.protocol import Run, Setup, assemble, grid_points, train
 from toys import ToyStream

@@ -16,8 +16,8 @@ from onepass.engine.fleet import Fleet
 from onepass.feed import Feed
 from onepass.learners import Method
 from onepass.learners.agem import project
-from onepass.learners.base import Reference
 from onepass.learners.icarl import Options
+from onepass.learners.rehearsal import Reference
 from onepass.memory import EpisodicMemory
 from onepass.protocol import train
 from replaying import SETUP, Ends, digits, runs, same, same_bits

@@ -1,7 +1,8 @@
 """Metrics: pure functions of the raw record, each with the formula it computes.
 
-`a[k, j]` is the accuracy on the test set of task `j` after the last batch of task `k`; `curve[k, b]` the accuracy on task `k` after `b` batches of
-it (`b = 0`: before the first; NaN where the task had fewer batches).
+`a[k, j]` is the accuracy on the test set of task `j` after the last batch of task `k`;
+`curve[k, b]` is the accuracy on task `k` after `b` batches of it (`b = 0`: before the first; NaN
+where the task had fewer batches).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def average_accuracy(a: Array, k: int | None = None) -> float:
 
 
 def forgetting_by_task(a: Array, k: int | None = None) -> Array:
-    """`f_j^k = max_{l<k} a[l, j] − a[k, j]` for the tasks `j < k`; negative where later tasks helped.
+    """`f_j^k = max_{l<k} a[l, j] − a[k, j]` for tasks `j < k`; negative where later tasks helped.
 
     >>> forgetting_by_task(np.array([[0.9, 0.1], [0.5, 0.7]]))
     array([0.4])
@@ -84,7 +85,10 @@ def worst_forgetting(a: Array) -> float:
 
 
 def few_shot(curve: Array) -> Array:
-    """`Z_b = 1/T Σ_k a[k, b, k]`, the average accuracy after `b` batches; a task with fewer batches counts with its last value."""
+    """`Z_b = 1/T Σ_k a[k, b, k]`, the average accuracy after `b` batches.
+
+    A task with fewer batches counts with its last value.
+    """
     filled = curve.copy()
     for b in range(1, filled.shape[1]):
         missing = np.isnan(filled[:, b])
@@ -102,7 +106,10 @@ def learning_curve_area(curve: Array, beta: int = 10) -> float:
 
 
 def learning_curve_area_trapezoid(curve: Array, beta: int = 10) -> float:
-    """`1/β ∫_0^β Z_b db` by the trapezoidal rule: what the authors' notebook computes, and so the rule behind the published numbers."""
+    """`1/β ∫_0^β Z_b db` by the trapezoidal rule.
+
+    The authors' notebook computes this, so it is behind the published numbers.
+    """
     z = few_shot(curve)[: beta + 1]
     return float((z[1:] + z[:-1]).sum() / 2 / beta)
 
@@ -118,9 +125,10 @@ def forward_transfer(a: Array, initial: Array) -> float:
 
 
 def select(records: Sequence[Record]) -> dict[str, float]:
-    """The hyper-parameters with the best average accuracy `A_T` on the test sets of `D^CV`, averaged over the seeds of a grid point.
+    """The hyper-parameters with the best average accuracy `A_T` on the test sets of `D^CV`.
 
-    A grid point of which any run diverged has lost; of equals, the one written first in the grid wins.
+    It is averaged over the seeds of a grid point. A grid point of which any run diverged has lost;
+    of equals, the one written first in the grid wins.
     """
     scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
     for record in records:
@@ -134,7 +142,8 @@ def select(records: Sequence[Record]) -> dict[str, float]:
     best = max(means, key=lambda point: means[point])
     if means[best] == -np.inf:
         raise InputError(
-            "every grid point diverged in cross-validation: add smaller learning rates or strengths to the grid"
+            "every grid point diverged in cross-validation: add smaller learning rates or"
+            " strengths to the grid"
         )
     return next(
         dict(r.hyperparameters) for r in records if tuple(sorted(r.hyperparameters.items())) == best
@@ -143,7 +152,10 @@ def select(records: Sequence[Record]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """All metrics of one run; None where a metric has no meaning (forgetting of a joined pass) or the run diverged."""
+    """All metrics of one run; None where the run diverged or a metric has no meaning.
+
+    A joined pass has no forgetting, for example.
+    """
 
     A_T: float | None
     """Average accuracy `1/T Σ_j a[T, j]`."""
@@ -200,7 +212,10 @@ def _worst_on_memory(m: Array) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """A metric over runs: mean, population standard deviation (as published), and a 95 % interval of the mean by Student's t."""
+    """A metric over runs: mean, population standard deviation (as published), and interval.
+
+    The interval is the 95 % one of the mean, by Student's t.
+    """
 
     mean: float | None
     std: float | None
@@ -209,7 +224,7 @@ class Summary:
 
 
 def summarise(values: Sequence[float | None]) -> Summary:
-    """The summary of a value a run; undefined if any run has none.
+    """The summary of one value per run; undefined if any run has none.
 
     >>> summarise([0.5, 0.7]).mean
     0.6

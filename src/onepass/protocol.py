@@ -1,6 +1,7 @@
-"""The paper's protocol (its Algorithm 1): choose hyper-parameters on `D^CV`, then learn `D^EV` in a single pass.
+"""The paper's protocol (its Algorithm 1): choose hyper-parameters on `D^CV`, learn `D^EV` once.
 
-Rows of a fleet are runs: grid points × seeds on the cross-validation stream, seeds on the evaluation stream.
+Rows of a fleet are runs: grid points × seeds on the cross-validation stream, seeds on the
+evaluation stream.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +74,7 @@ Progress = Callable[[int], None]  # told how many run-steps were done
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A fleet in the middle of its work: `batches` of task `phase` are learnt. Enough to go on as if nothing had happened."""
+    """A fleet in the middle of its work, after `batches` of `phase`: all that resuming needs."""
 
     phase: int
     batches: int
@@ -81,15 +83,16 @@ class Snapshot:
 
 
 class Keeper(Protocol):
-    """Somebody who keeps snapshots. Training goes on in the tensors of a snapshot, so `keep` copies them."""
+    """A place for snapshots."""
 
-    def last(self) -> Snapshot | None: ...
-    def due(
-        self, batches: int, since: int
-    ) -> (
-        bool
-    ): ...  # asked after batches `since` + 1 to `batches` of a task, and with 0, 0 between tasks
-    def keep(self, snapshot: Snapshot) -> None: ...
+    def last(self) -> Snapshot | None:
+        """The snapshot to go on from."""
+
+    def due(self, batches: int, since: int) -> bool:
+        """Whether to keep one after batches `since + 1` to `batches`; (0, 0) is between tasks."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot: training goes on in its tensors."""
 
 
 def grid_points(grid: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
@@ -114,25 +117,25 @@ def train(
     progress: Progress | None = None,
     keeper: Keeper | None = None,
 ) -> list[Record]:
-    """Train all runs side by side in one single pass over a part of the stream, and record what happened.
+    """Train all runs side by side in a single pass over a part of the stream; return their records.
 
-    Evaluation (before the first batch of each task, after each of the first ten, on all tasks and memories at task ends) changes nothing
-    of the training: with `evaluate=False` the parameters end bit-identical. A `keeper` is given snapshots at task ends and in between, as
-    often as it likes; if it has one already, training goes on from there and ends bit-identical too.
+    Evaluation (before the first batch of each task, after each of the first ten, on all tasks and
+    memories at task ends) changes nothing of the training: with `evaluate=False` the parameters end
+    bit-identical. A `keeper` is given snapshots at task ends and in between, as often as it likes.
+    If it has one already, training goes on from there and ends bit-identical too.
     """
     on_gpu = torch.device(device).type == "cuda"
     with (
         torch.cuda.device(device) if on_gpu else nullcontext(),
         products(torch.device(device), tf32=setup.tf32, tried=TRIED),
     ):
-        feed, fleet, learner = assemble(stream, part, method, runs, setup, options, device=device)
+        anew = partial(assemble, stream, part, method, runs, setup, options, device=device)
+        feed, fleet, learner = anew()
         record = Recorder(fleet, learner, feed, evaluate)
         saved = keeper.last() if keeper is not None else None
         if saved is not None and not _restored(saved, feed, fleet, learner, record):
             saved = None
-            feed, fleet, learner = assemble(
-                stream, part, method, runs, setup, options, device=device
-            )
+            feed, fleet, learner = anew()
             record = Recorder(fleet, learner, feed, evaluate)
         learn, review = StepGraphs(fleet, learner), StepGraphs(fleet, learner, review=True)
         first, skip = (saved.phase, saved.batches) if saved is not None else (0, 0)
@@ -140,6 +143,9 @@ def train(
             record.begin()
         elif progress is not None:
             progress(feed.steps(first, skip))
+
+        def at_once(done: int, left: int) -> int:
+            return learn.stretch(left) if done >= BETA else 1
 
         def keep_if_due(phase: int, batches: int, since: int) -> None:
             if keeper is not None and keeper.due(batches, since):
@@ -152,26 +158,22 @@ def train(
             record.begin_task(phase, skip)
             record.clock.start()
             number = skip
-            for batches, steps in feed.stretches(
-                phase, skip, lambda done, left: learn.stretch(left if done >= BETA else 1)
-            ):
+            for batches, steps in feed.stretches(phase, skip, at_once):
                 learn(batches, steps)
                 number += steps
                 if number <= BETA:
                     with record.clock.paused():
                         record.after_batch(number, batches)
                 if progress is not None:
-                    progress(
-                        sum(n > 0 for n in batches.sizes)
-                        if batches.sizes is not None
-                        else steps * fleet.runs
-                    )
+                    active = fleet.runs
+                    if batches.sizes is not None:
+                        active = sum(n > 0 for n in batches.sizes)
+                    progress(steps * active)
                 keep_if_due(phase, number, number - steps)
             if learner.needs.second_pass:
                 learner.begin_review()
-                for batches, steps in feed.stretches(
-                    phase, 0, lambda _, left: review.stretch(left)
-                ):
+                whole = feed.stretches(phase, 0, lambda _, left: review.stretch(left))
+                for batches, steps in whole:
                     review(batches, steps)
                 learner.end_review()
             learner.end_task()
@@ -195,9 +197,7 @@ def _snapshot(
         "memory": memory.state() if memory else {},
         "record": record.state(),
     }
-    tensors = {
-        f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()
-    }
+    tensors = {f"{part}.{name}": t for part, state in parts.items() for name, t in state.items()}
     numbers = {
         "fleet": fleet.counters(),
         "learner": learner.counters(),
@@ -210,21 +210,17 @@ def _snapshot(
 def _restored(
     saved: Snapshot, feed: Feed, fleet: Fleet, learner: Learner, record: Recorder
 ) -> bool:
-    """Go on from a snapshot, or say why not: with the right name and hash it may hold anything."""
+    """Go on from a snapshot if it fits; with the right name and hash it may still hold anything."""
     try:
-        if not 0 <= saved.phase < feed.phases or not 0 <= saved.batches <= max(
-            -(-n // feed.batch_size) for n in feed.lengths(saved.phase)
-        ):
+        if not 0 <= saved.phase < feed.phases:
+            raise ValueError("the stream has no such place")
+        if not 0 <= saved.batches <= -(-max(feed.lengths(saved.phase)) // feed.batch_size):
             raise ValueError("the stream has no such place")
         counted = [count for part in ("fleet", "learner") for count in saved.numbers[part].values()]
+        possible = all(type(count) is int and 0 <= count < 2**31 for count in counted)
         # Tensors that are empty before the first task grow with the tasks.
-        sized = {
-            f"learner.{name}": tensor for name, tensor in learner.state().items() if tensor.numel()
-        }
-        if (
-            any(type(count) is not int or not 0 <= count < 2**31 for count in counted)
-            or not _shapes(sized).items() <= _shapes(saved.tensors).items()
-        ):
+        own = {f"learner.{name}": t for name, t in learner.state().items() if t.numel()}
+        if not possible or not _shapes(own).items() <= _shapes(saved.tensors).items():
             raise ValueError("its method has other tensors or numbers")
         _restore(saved, fleet, learner, record)
         now = _snapshot(saved.phase, saved.batches, fleet, learner, record)
@@ -247,15 +243,12 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: Recorder) -> None:
     def part(name: str) -> dict[str, Tensor]:
-        return {
-            key.removeprefix(f"{name}."): tensor
-            for key, tensor in saved.tensors.items()
-            if key.startswith(f"{name}.")
-        }
+        prefix = f"{name}."
+        found = {key: t for key, t in saved.tensors.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): tensor for key, tensor in found.items()}
 
-    learner.restore(
-        part("learner"), saved.numbers["learner"]
-    )  # first, since a learner may have to rebuild the fleet's architecture
+    # The learner comes first, since it may have to rebuild the fleet's architecture.
+    learner.restore(part("learner"), saved.numbers["learner"])
     fleet.restore(part("fleet"), saved.numbers["fleet"])
     if learner.memory is not None:
         learner.memory.restore(part("memory"), saved.numbers["task"])
@@ -295,10 +288,10 @@ def assemble(
         prepare=pool.prepare_images if network.convolutional else pool.prepare,
         gradients=setup.gradients,
     )
-    columns = {
-        name: torch.tensor([[run.hyperparameters[name]] for run in runs], device=fleet.device)
-        for name in method.learner.hyperparameters
-    }
+    columns = {}
+    for name in method.learner.hyperparameters:
+        values = [[run.hyperparameters[name]] for run in runs]
+        columns[name] = torch.tensor(values, device=fleet.device)
     memory = None
     if method.learner.needs.memory:
         memory = EpisodicMemory(

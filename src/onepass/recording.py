@@ -1,4 +1,7 @@
-"""What is recorded of a training: accuracies, learning curves, violations, seconds, bytes. Looking changes nothing."""
+"""What is recorded of a run: accuracies, learning curves, violations, seconds, bytes.
+
+Recording changes nothing of the training.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,28 @@ from onepass.learners.base import Learner
 from onepass.metrics import Array, Record
 
 BETA = 10  # the learning curve is recorded for this many batches of each task
-EVALUATE_AT_ONCE = {
-    "cpu": 2_000,
-    "cuda": 2**28,
-}  # test examples of a run in one forward pass, or numbers that enter it, of all runs
+# In one forward pass: test examples of a run, or on a GPU the numbers in those of all runs.
+EVALUATE_AT_ONCE = {"cpu": 2_000, "cuda": 2**28}
 
 
 def at_once(fleet: Fleet, batch: Batch) -> int:
-    """How many examples a run go through the network in one pass."""
+    """How many examples of each run go through the network in one pass."""
     most = EVALUATE_AT_ONCE[fleet.device.type]
     return most if fleet.device.type == "cpu" else max(1, most // batch.x[:, 0].numel())
 
 
 def right_predictions(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
-    """Which examples are answered right, `[R, n]`; nothing waits for the device."""
-    pieces = [
-        batch.piece(start, start + at_once(fleet, batch))
-        for start in range(0, batch.x.shape[1], at_once(fleet, batch))
-    ]
-    return torch.cat(
-        [fleet.competition.correct(learner.scores(piece), piece.slots) for piece in pieces], 1
-    )
+    """Which examples are predicted right, `[R, n]`; the host does not wait for the device."""
+    width = at_once(fleet, batch)
+    right = []
+    for start in range(0, batch.x.shape[1], width):
+        piece = batch.piece(start, start + width)
+        right.append(fleet.competition.correct(learner.scores(piece), piece.slots))
+    return torch.cat(right, 1)
 
 
 def accuracy(fleet: Fleet, learner: Learner, batch: Batch) -> Tensor:
-    """Share of right answers of each run on its own examples, `[R]` in float64; NaN for a run without examples."""
+    """Share of right predictions of each run, `[R]` in float64; NaN for a run without examples."""
     return share(right_predictions(fleet, learner, batch), batch.sizes)
 
 
@@ -51,9 +51,8 @@ def share(right: Tensor, sizes: Sequence[int] | None) -> Tensor:
     if sizes is None:
         return right.sum(1).double() / right.shape[1]
     counts = torch.tensor(sizes, device=right.device)
-    return (right & (torch.arange(right.shape[1], device=right.device) < counts[:, None])).sum(
-        1
-    ).double() / counts
+    real = torch.arange(right.shape[1], device=right.device) < counts[:, None]
+    return (right & real).sum(1).double() / counts
 
 
 class Clock:
@@ -90,21 +89,14 @@ def _array(tensor: Tensor) -> Array:
 
 
 def _check_counters(counters: Mapping[str, Any], runs: int) -> None:
-    violations, diverged, seconds, sizes = (
-        counters[name] for name in ("violations", "diverged", "seconds", "state_bytes")
-    )
-    whole = [count for row in [*violations, sizes] for count in row]
-    if (
-        len(violations) != runs
-        or len(diverged) != runs
-        or any(type(count) is not int or count < 0 for count in whole)
-    ):
+    violations, diverged = counters["violations"], counters["diverged"]
+    whole = [count for row in [*violations, counters["state_bytes"]] for count in row]
+    counted = all(type(count) is int and count >= 0 for count in whole)
+    if len(violations) != runs or len(diverged) != runs or not counted:
         raise ValueError("what was counted is not of these runs")
-    if (
-        any(type(one) is not bool for one in diverged)
-        or type(seconds) is not float
-        or not 0 <= seconds < float("inf")
-    ):
+    seconds = counters["seconds"]
+    possible = type(seconds) is float and 0 <= seconds < float("inf")
+    if not possible or any(type(one) is not bool for one in diverged):
         raise ValueError("what was measured is not of these runs")
 
 
@@ -121,17 +113,15 @@ class Recorder:
         self._curve = np.full((runs, tasks if self._has_curve else 0, BETA + 1), np.nan)
         self._memory = np.full((runs, tasks, tasks), np.nan)
         self._violations: list[list[int]] = [[] for _ in range(runs)]
-        self._state_bytes: list[int] = []  # a run, at the end of each task
+        self._state_bytes: list[int] = []  # per run, at the end of each task
         self._initial = np.full((runs, tasks), np.nan)
 
     def begin(self) -> None:
         self._initial = self._on_all_tasks()
 
     def state(self) -> dict[str, Tensor]:
-        return {
-            name: torch.from_numpy(getattr(self, f"_{name}"))
-            for name in ("accuracy", "curve", "memory", "initial")
-        }
+        names = ("accuracy", "curve", "memory", "initial")
+        return {name: torch.from_numpy(getattr(self, f"_{name}")) for name in names}
 
     def counters(self) -> dict[str, Any]:
         return {
@@ -144,47 +134,40 @@ class Recorder:
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         for name, fresh in self.state().items():
             if state[name].shape != fresh.shape or state[name].dtype != fresh.dtype:
-                raise ValueError(
-                    f"the record's {name} has the shape {tuple(state[name].shape)}, not {tuple(fresh.shape)}"
-                )
+                shapes = f"{tuple(state[name].shape)}, not {tuple(fresh.shape)}"
+                raise ValueError(f"the record's {name} has the shape {shapes}")
             setattr(self, f"_{name}", state[name].numpy())
         _check_counters(counters, self.fleet.runs)
-        self._violations, self.diverged, self.clock.seconds = (
-            counters["violations"],
-            counters["diverged"],
-            counters["seconds"],
-        )
+        self._violations = counters["violations"]
         self._state_bytes = counters["state_bytes"]
+        self.diverged = counters["diverged"]
+        self.clock.seconds = counters["seconds"]
 
     def _on_all_tasks(self) -> Array:
         if not self.evaluate:
             return np.full((self.fleet.runs, self.feed.tasks), np.nan)
         found: list[Tensor] = []
         for tests in self._tests():
-            together = (
-                tests[0]
-                if len(tests) == 1
-                else Batch(
-                    torch.cat([t.x for t in tests], 1), torch.cat([t.slots for t in tests], 1)
+            together = tests[0]
+            if len(tests) > 1:
+                x, slots = (
+                    torch.cat([t.x for t in tests], 1),
+                    torch.cat([t.slots for t in tests], 1),
                 )
-            )
-            right = torch.split_with_sizes(
-                right_predictions(self.fleet, self.learner, together),
-                [t.x.shape[1] for t in tests],
-                1,
-            )
-            found += [share(mine, test.sizes) for mine, test in zip(right, tests, strict=True)]
+                together = Batch(x, slots)
+            right = right_predictions(self.fleet, self.learner, together)
+            parts = right.split_with_sizes([t.x.shape[1] for t in tests], 1)
+            found += [share(own, test.sizes) for own, test in zip(parts, tests, strict=True)]
         return _array(torch.stack(found, 1))
 
     def _tests(self) -> Iterator[list[Batch]]:
-        """The test examples of all tasks: on a GPU several tasks at once, as many as go through the network in one pass."""
+        """The test examples of all tasks: on a GPU as many tasks at once as one pass takes."""
         group: list[Batch] = []
         for task in range(self.feed.tasks):
             test = self.feed.test(task)
             alone = self.fleet.device.type == "cpu" or self.learner.needs.task_to_predict
-            if group and (
-                alone or sum(t.x.shape[1] for t in [*group, test]) > at_once(self.fleet, test)
-            ):
+            together = sum(t.x.shape[1] for t in [*group, test])
+            if group and (alone or together > at_once(self.fleet, test)):
                 yield group
                 group = []
             group.append(test)
@@ -194,7 +177,7 @@ class Recorder:
         return _array(accuracy(self.fleet, self.learner, batch))
 
     def begin_task(self, phase: int, batches: int = 0) -> None:
-        """Task `phase` begins, or goes on after some batches."""
+        """Record what comes before task `phase`, or before it goes on after some batches."""
         self._phase = phase
         if self.evaluate and self._has_curve:
             self._test = self.feed.test(phase)
@@ -213,18 +196,17 @@ class Recorder:
         if self.learner.violations is not None:
             for row, total in zip(self._violations, self.learner.violations.tolist(), strict=True):
                 row.append(int(total) - sum(row))
-        memory, fixed = (
-            self.learner.memory,
-            self.fleet.device.type == "cuda",
-        )  # where a new shape costs more than the examples that are none
-        contents = memory.contents(room=fixed) if memory is not None and self.evaluate else None
+        memory = self.learner.memory
+        if memory is None or not self.evaluate:
+            return
+        # On a GPU a new shape costs more than empty places do.
+        contents = memory.contents(room=self.fleet.device.type == "cuda")
         if contents is not None:
             batch, owner = contents
             right = right_predictions(self.fleet, self.learner, batch)
             of = [owner == task for task in range(self._phase + 1)]
-            self._memory[:, self._phase, : self._phase + 1] = _array(
-                torch.stack([(right & own).sum(1).double() / own.sum(1) for own in of], 1)
-            )
+            shares = [(right & own).sum(1).double() / own.sum(1) for own in of]
+            self._memory[:, self._phase, : self._phase + 1] = _array(torch.stack(shares, 1))
 
     def records(self, runs: Sequence[tuple[int, Mapping[str, float]]]) -> list[Record]:
         """What was recorded of runs with these seeds and hyper-parameters."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from torch import Tensor
 from onepass.engine.batch import Batch
 from onepass.learners import METHODS
 from onepass.learners.agem import AGem, project
-from onepass.learners.base import Reference
+from onepass.learners.rehearsal import Reference
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble
 from toys import Normed, ToyStream, batch_of, fleet_of
@@ -228,7 +230,7 @@ def test_projection_never_increases_memory_loss() -> None:
 @pytest.mark.parametrize("moves", [True, False])
 def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(moves: bool) -> None:
     learner, batch = learner_after_a_task(build=Normed)
-    learner.moves = moves
+    learner.option = replace(learner.option, reference_moves_buffers=moves)
     before = learner.fleet.buffers["norm.num_batches_tracked"].clone()
     learner.fleet.learn(learner, batch)
     assert torch.equal(
@@ -241,7 +243,7 @@ def test_whether_the_reference_pass_moves_statistics_changes_no_weight_but_what_
     None
 ):
     (moving, batch), (still, _) = (learner_after_a_task(build=Normed) for _ in range(2))
-    still.moves = False
+    still.option = replace(still.option, reference_moves_buffers=False)
     for seed in range(8):
         more = batch_of(size=8, seed=seed)
         for learner in (moving, still):

@@ -119,7 +119,7 @@ def test_a_row_equals_the_same_run_alone(case: str) -> None:
 @every_method
 def test_without_strength_it_is_plain_sgd_and_each_row_has_a_strength_of_its_own(case: str) -> None:
     learner = make(case, fleet_of(), strength=2.0)
-    learner.strength[1] = 0
+    learner.columns["strength"][1] = 0
     plain = learner.fleet.theta.clone()
     for number in range(2):
         batches = task(number, 3)

@@ -13,8 +13,9 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners import METHODS
 from onepass.learners.agem import project
-from onepass.learners.base import NoOptions, Rehearsal
+from onepass.learners.base import NoOptions
 from onepass.learners.gem import Gem, Options, closest, nonnegative
+from onepass.learners.rehearsal import Rehearsal
 from onepass.learners.van import Van
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from onepass.engine.batch import Batch
-from onepass.learners.base import Reference, Referring
 from onepass.learners.mega1 import Mega1, balance
 from onepass.learners.mega2 import Mega2, rotate
+from onepass.learners.rehearsal import Reference, Referring
 from onepass.memory import EpisodicMemory
 from toys import Normed, batch_of, by_hand, fleet_of
 
@@ -236,7 +237,7 @@ def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(
     method: str, moves: bool
 ) -> None:
     learner, batch = after_two_tasks(method, build=Normed)
-    learner.moves = moves
+    learner.option = replace(learner.option, reference_moves_buffers=moves)
     before = learner.fleet.buffers["norm.num_batches_tracked"].clone()
     learner.fleet.learn(learner, batch)
     assert torch.equal(

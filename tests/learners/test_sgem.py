@@ -13,7 +13,7 @@ from onepass.engine.slots import Slots
 from onepass.feed import Feed
 from onepass.learners import METHODS
 from onepass.learners.agem import project
-from onepass.learners.base import Reference, Rehearsal
+from onepass.learners.rehearsal import Reference, Rehearsal
 from onepass.learners.sgem import Options, SGem
 from onepass.memory import EpisodicMemory, Policy
 from onepass.protocol import Run, Setup, assemble

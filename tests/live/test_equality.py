@@ -16,7 +16,8 @@ from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Gradients
 from onepass.engine.slots import Slots
 from onepass.learners import METHODS, ewc, gem, icarl
-from onepass.learners.base import Learner, Reference
+from onepass.learners.base import Learner
+from onepass.learners.rehearsal import Reference
 from onepass.memory import Policy
 from onepass.models.mlp import mlp
 from onepass.protocol import Run, Setup, assemble

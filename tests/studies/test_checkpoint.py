@@ -14,7 +14,7 @@ import torch
 from fuzzing import in_a_process
 from onepass.files import canonical, digest
 from onepass.learners import METHODS, ewc
-from onepass.learners.base import Reference
+from onepass.learners.rehearsal import Reference
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot, _restored, assemble, train
 from onepass.recording import Recorder

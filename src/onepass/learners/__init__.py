@@ -25,7 +25,10 @@ LEARNING_RATES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 
 @dataclass(frozen=True)
 class Method:
-    """A learner and the stream it sees: `joined` is one shuffled pass over the union of all tasks instead of one task after the other."""
+    """A learner, and the stream it sees.
+
+    `joined` is one shuffled pass over the union of all tasks instead of one task after the other.
+    """
 
     learner: type[Learner]
     summary: str
@@ -37,59 +40,30 @@ class Method:
 
     @property
     def grid(self) -> dict[str, list[float]]:
-        """The values that are tried unless a recipe says otherwise: the paper's, where it has some."""
-        return {
-            "learning_rate": list(LEARNING_RATES),
-            **{
-                name: [float(v) for v in values]
-                for name, values in self.learner.hyperparameters.items()
-            },
-        }
+        """The values that are tried unless a recipe has others: the paper's, where it has some."""
+        grid = {"learning_rate": list(LEARNING_RATES)}
+        for name, values in self.learner.hyperparameters.items():
+            grid[name] = [float(value) for value in values]
+        return grid
 
 
 METHODS: dict[str, Method] = {
     "van": Method(Van, "plain SGD on the current task, nothing against forgetting"),
-    "icarl": Method(
-        ICarl,
-        "nearest mean of exemplars, on features learnt with distillation from the network before the task",
-    ),
-    "ewc": Method(
-        Ewc,
-        "elastic weight consolidation: a quadratic pull towards the past, weighted by the Fisher information",
-    ),
-    "pi": Method(
-        Pi,
-        "path integral (synaptic intelligence): the pull is weighted by how much a parameter's path lowered the loss",
-    ),
-    "mas": Method(
-        Mas, "memory aware synapses: the pull is weighted by how much a parameter moves the outputs"
-    ),
-    "rwalk": Method(
-        RWalk, "Riemannian walk: the pull is weighted by Fisher information and path together"
-    ),
-    "prog-nn": Method(ProgNN, "progressive networks: a new column a task, all earlier ones frozen"),
-    "gem": Method(
-        Gem, "gradient episodic memory: never step against the gradient of any past task"
-    ),
+    "icarl": Method(ICarl, "nearest mean of exemplars, on features learnt with distillation"),
+    "ewc": Method(Ewc, "elastic weight consolidation: a pull weighted by the Fisher information"),
+    "pi": Method(Pi, "path integral: a pull weighted by how much each path lowered the loss"),
+    "mas": Method(Mas, "memory aware synapses: a pull weighted by how outputs depend on weights"),
+    "rwalk": Method(RWalk, "Riemannian walk: a pull weighted by Fisher information and path"),
+    "prog-nn": Method(ProgNN, "progressive networks: one new column per task, others frozen"),
+    "gem": Method(Gem, "gradient episodic memory: never step against any past task's gradient"),
     "s-gem": Method(
-        SGem,
-        "stochastic GEM: never step against the gradient of one past task, drawn anew for every step",
+        SGem, "stochastic GEM: never step against the gradient of one random past task"
     ),
-    "a-gem": Method(
-        AGem,
-        "averaged gradient episodic memory: never step against the average gradient of the past",
-    ),
-    "er": Method(Er, "experience replay: every batch is joined with one of the memory"),
+    "a-gem": Method(AGem, "averaged GEM: never step against the average gradient of the past"),
+    "er": Method(Er, "experience replay: every batch is joined with one from the memory"),
     "mega-1": Method(Mega1, "MEGA-I: gradient and reference gradient, weighted by their losses"),
-    "mega-2": Method(
-        Mega2,
-        "MEGA-II: the gradient rotated towards the reference gradient by an angle that their losses decide",
-    ),
-    "multi-task": Method(
-        Van,
-        "plain SGD on one shuffled pass over all tasks at once: an upper bound, not lifelong learning",
-        joined=True,
-    ),
+    "mega-2": Method(Mega2, "MEGA-II: the gradient rotated towards the reference gradient"),
+    "multi-task": Method(Van, "plain SGD on all tasks at once: an upper bound", joined=True),
 }
 
 

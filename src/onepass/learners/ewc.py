@@ -48,7 +48,7 @@ class Ewc(MovingFisher):
     `θ*_k` are the parameters at the end of task `k`, where
     `F_k = E_x E_{y ~ p_θ(·|x)} (∂ log p_θ(y|x) / ∂θ)²`. A sum of such pulls is one pull with
     `F = Σ_k F_k` towards `θ* = Σ_k F_k θ*_k / F`, so the state does not grow. Our `λ` is half of
-    Kirkpatrick's. As a moving average, `F` is that of `MovingFisher`, `θ*` the end of the last task.
+    Kirkpatrick's. With a moving average, `F` is that of `MovingFisher`, `θ*` the last task's end.
     """
 
     hyperparameters = {"strength": (1, 10, 100, 1000, 10000)}

@@ -27,9 +27,9 @@ class Field:
 
 
 def over_theta(needed: Callable[[Any], bool] = lambda _: True) -> Any:
-    """A sum over the parameters, `[R, P]`, zero at first; `[R, 0]` where the options do not need it.
+    """A sum over the parameters, `[R, P]`, zero at first and for new parameters.
 
-    New parameters begin with zero.
+    It is `[R, 0]` with options that do not need it.
     """
 
     def make(learner: Learner) -> Any:
