@@ -15,6 +15,7 @@ from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory
 from onepass.models.progressive import Progressive
 from onepass.models.stages import stages
+from onepass.settings import setting
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Options:
     does."""
 
     input_laterals: bool = False
-    lateral_biases: bool = False
+    lateral_biases: bool = setting(False, later=True)
 
 
 class ProgNN(Learner):

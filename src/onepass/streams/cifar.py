@@ -1,4 +1,4 @@
-"""Split CIFAR: CIFAR-100 in disjoint sets of classes, the paper's second stream."""
+"""CIFAR-100 in any form it is published in: binary, Python's pickles, archives, or images."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from onepass.errors import InputError, first_line, unknown
+from onepass.errors import InputError, first_line
 from onepass.streams import archives, pickles, png
-from onepass.streams.base import TASKS, Part, Pool, SplitStream
 
 Form = Literal["binary", "python", "images"]
-Mean = Literal["image", "channel"]
-ClassOrder = Literal["seed", "authors"]
 Images = tuple[NDArray[np.uint8], NDArray[np.int64]]  # [N, pixels, 3] and the class of each
 
 CLASSES, SIDE = 100, 32
@@ -326,66 +321,3 @@ def _checked(labels: NDArray[np.int64], part: str, where: str) -> NDArray[np.int
             f"{where} has {counts[wrong]} images of class {wrong}, and CIFAR-100 has {EACH[part]} of each there: {ANEW}"
         )
     return labels
-
-
-def mean(x: NDArray[np.uint8], kind: Mean) -> NDArray[np.float32]:
-    """The mean `[3072]` of images that are divided by 255: of every pixel, as the authors have it, or of every channel alone."""
-    sums, count = x.sum(0, dtype=np.int64).reshape(PIXELS, 3), 255 * len(x)
-    if kind == "channel":
-        sums, count = np.broadcast_to(sums.sum(0), sums.shape), count * PIXELS
-    found: NDArray[np.float32] = (sums / count).astype(np.float32).reshape(-1)
-    return found
-
-
-@dataclass(frozen=True)
-class Options:
-    """How many examples of each task are used (all by default), and the mean of the training images that is subtracted.
-
-    The mean is an `image`, as in the authors' code, or a number a `channel`. With `class_order = "authors"` the tasks of seed `n` have the classes of
-    the authors' run `n`; some orders are easier than others, so that the same five compare better than five others.
-    """
-
-    train_examples: int | None = None
-    test_examples: int | None = None
-    mean: Mean = "image"
-    class_order: ClassOrder = "seed"
-    classes_per_task: int = 5
-
-
-class SplitCifar(SplitStream):
-    """A hundred classes of 32×32 pixels in colour, five a task: 2 500 training and 500 test examples a task."""
-
-    def __init__(self, options: Options, data: str | None) -> None:
-        if options.mean not in get_args(Mean):
-            raise unknown("mean", options.mean, get_args(Mean))
-        if options.class_order not in get_args(ClassOrder):
-            raise unknown("class order", options.class_order, get_args(ClassOrder))
-        if not 0 < options.classes_per_task <= CLASSES // sum(TASKS.values()):
-            raise InputError(
-                f"classes_per_task={options.classes_per_task} is not possible: 20 tasks have between 1 and 5 of CIFAR's 100 classes each"
-            )
-        if data is None:
-            raise InputError(
-                "CIFAR-100 is nowhere: fetch it with 'onepass data get cifar100', and name its folder"
-            )
-        x, classes, training = read(Path(data))
-        offset = torch.from_numpy(-mean(x[:training], options.mean))
-        pool = Pool(
-            torch.from_numpy(x),
-            torch.from_numpy(classes),
-            training,
-            scale=1 / 255,
-            offset=offset,
-            shape=(SIDE, SIDE, 3),
-        )
-        super().__init__(
-            pool, options.classes_per_task, options.train_examples, options.test_examples
-        )
-        self.class_order = options.class_order
-
-    def order(self, part: Part, seed: int) -> Tensor:
-        if self.class_order == "seed":
-            return super().order(part, seed)
-        classes = np.arange(*self.classes_of(part))
-        np.random.RandomState(1234 + seed).shuffle(classes)  # as their scripts do
-        return torch.from_numpy(classes)

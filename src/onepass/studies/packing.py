@@ -125,18 +125,12 @@ def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
     """
     pool = stream.pool
     with torch.device("meta"):
-        parameters = sum(
-            parameter.nbytes
-            for parameter in recipe.setup()
-            .model()
-            .build(pool.x.shape[1], pool.shape, 1)
-            .parameters()
-        )
+        network = recipe.setup().build(pool.shape, outputs=1)
     example = pool.x[0].nbytes + 2 * 8  # and its class and task
     kept = (
         TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs_memory else 0
     )
-    return 4 * parameters + kept
+    return 4 * sum(parameter.nbytes for parameter in network.parameters()) + kept
 
 
 def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from onepass.errors import InputError
 from onepass.files import canonical
 from onepass.learners import method
 from onepass.metrics import Record, select
 from onepass.protocol import Run, grid_points
+from onepass.settings import of_unit
 from onepass.streams.base import Part
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import Store, Unit
@@ -44,37 +45,19 @@ class Result:
 def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Unit]:
     """The units of work of some runs: everything that matters to their results, resolved."""
     found = method(name)
-    shared = asdict(recipe.setup())
-    del shared["gradients"]  # how they are computed, not what
-    if not found.learner.needs_memory:
-        shared = {key: value for key, value in shared.items() if not key.startswith("memory")}
-    if not found.joined:
-        del shared["union_softmax"]
-    stream_options, options = (
-        asdict(recipe.make_stream_options()),
-        asdict(recipe.method_options(name)),
-    )
-    newer = (
-        *((shared, name, value) for name, value in (("tf32", True), ("initialisation", "normal"))),
-        *(
-            (shared, name, value)
-            for name, value in (("network", "mlp"), ("stem", "3x3"), ("batch_norm", "torch"))
-        ),
-        *((stream_options, "leaking", False), (options, "lateral_biases", False)),
-    )
-    for settings, key, usual in newer:
-        if (
-            settings.get(key) == usual
-        ):  # units of studies that are older than the choice do not have it
-            del settings[key]
-    shared |= {
+    scopes = {"run"}
+    if found.learner.needs_memory:
+        scopes.add("memory")
+    if found.joined:
+        scopes.add("joined pass")
+    configuration = of_unit(recipe.setup(), scopes) | {
         "stream": recipe.stream,
-        "stream_options": stream_options,
+        "stream_options": of_unit(recipe.make_stream_options()),
         "part": part,
         "method": name,
-        "options": options,
+        "options": of_unit(recipe.method_options(name)),
     }
-    shared = json.loads(canonical(shared))  # as it will come out of a store
+    shared = json.loads(canonical(configuration))  # as it will come out of a store
     return [
         Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed})
         for run in runs
