@@ -13,10 +13,10 @@ T = TypeVar("T")
 def setting(default: T, *, scope: Scope = "run", later: bool = False) -> T:
     """Return a field with this default.
 
-    `scope` says what the setting belongs to: to every run, to the episodic memory, to a joined pass,
-    or only to how a result is computed. A unit's configuration has the scopes of its method, and
-    never how it is computed. A setting that came `later` than the first studies is left out while
-    it has its default, so that the ids of earlier units stay.
+    `scope` says what the setting belongs to: every run, the episodic memory, a joined pass, or only
+    how a result is computed. A unit's configuration has the scopes of its method, and never how it
+    is computed. A setting that came `later` than the first studies is left out while it has its
+    default, so that the ids of earlier units stay.
     """
     made: T = field(default=default, metadata={"scope": scope, "later": later})
     return made

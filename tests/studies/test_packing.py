@@ -63,7 +63,7 @@ def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
 def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small()
     stream = work.open_stream(recipe, None)
-    need = packing.bytes_a_row(stream, recipe, "van", "ev")
+    need = packing.bytes_per_row(stream, recipe, "van", "ev")
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == packing.MOST_ROWS["cpu"]
     monkeypatch.setattr(packing, "memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 5
@@ -79,11 +79,11 @@ def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small("van,ewc,a-gem")
     stream = work.open_stream(recipe, None)
-    need = {name: packing.bytes_a_row(stream, recipe, name, "ev") for name in recipe.methods}
+    need = {name: packing.bytes_per_row(stream, recipe, name, "ev") for name in recipe.methods}
     parameters = 4 * (64 * 16 + 16 + 16 * 10 + 10)
     assert need["van"] > 4 * parameters
     assert need["ewc"] - need["van"] >= 4 * parameters
-    larger = packing.bytes_a_row(
+    larger = packing.bytes_per_row(
         stream, small("a-gem", changes=["memory_per_task=1000"]), "a-gem", "ev"
     )
     assert larger - need["a-gem"] >= 17 * 900 * 64

@@ -23,8 +23,8 @@ TASKS: dict[Part, int] = {"cv": 3, "ev": 17}
 class Pool:
     """All examples of a data set: `x [N, D]` as bytes and `classes [N]`.
 
-    The first `training` ones are training examples, the others are test examples. Images lie row by row,
-    the channels of a pixel side by side, as convolutions on a GPU want them.
+    The first `training` ones are training examples, the others are test examples. Images lie row
+    by row, the channels of a pixel side by side, as convolutions on a GPU want them.
     """
 
     x: Tensor

@@ -41,7 +41,7 @@ ANEW = "delete it and fetch it anew with 'onepass data get mnist'"
 
 
 def find(folder: Path) -> dict[str, Path] | None:
-    """The four files in a folder or its subfolder `mnist`, gzipped or plain; None if one is missing."""
+    """The four files in a folder or in its `mnist`, gzipped or plain; None if any is missing."""
     for found in _found(folder):
         if len(found) == len(FILES):
             return found

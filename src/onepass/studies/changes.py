@@ -1,4 +1,4 @@
-"""Changes of a recipe by `key=value`; a key is a dotted path, or an end of it that is unambiguous."""
+"""Changes of a recipe by `key=value`; a key is a dotted path, or its unambiguous end."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ class Model(BaseModel):
 class Companions(Model):
     """The paper's side tables.
 
-    They have the training `seconds` of a run, the steps of each task that violated a constraint, and
-    what a method holds while it trains. This `state` is a sum in numbers of 4 bytes, one factor per
-    product: `2*P + M*H` is `{ P = 2, "M*H" = 1 }`. P are the parameters, B the examples of a batch,
-    H the hidden units of the network, M the examples of the episodic memory, T the tasks.
+    They have the training `seconds` of a run, the steps of each task that violated a constraint,
+    and what a method holds while it trains. This `state` is a sum in numbers of 4 bytes, one factor
+    per product: `2*P + M*H` is `{ P = 2, "M*H" = 1 }`. P are the parameters, B the examples of a
+    batch, H the hidden units of the network, M the examples of the episodic memory, T the tasks.
     """
 
     seconds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
@@ -69,7 +69,7 @@ class KnownDifference(Model):
 
 
 def known_differences(name: str) -> list[KnownDifference]:
-    """Those of one recipe."""
+    """The known differences of one recipe."""
     document = tomllib.loads((FOLDER / KNOWN_DIFFERENCES).read_text(encoding="utf-8"))
     known = [KnownDifference(**entry) for entry in document.get("difference", [])]
     return [difference for difference in known if difference.recipe == name]

@@ -19,10 +19,10 @@ from onepass.studies.store import Store, Unit
 
 @dataclass
 class Result:
-    """What a method ended with: the hyper-parameters chosen on `D^CV` and the records of both parts.
+    """What a method ended with: the hyper-parameters chosen on `D^CV`, and the records.
 
-    Where every grid point diverged there is nothing to choose and nothing to learn with: both are empty. `missing` units are still to be
-    done, `failed` ones (with their tracebacks) were given up.
+    Where every grid point diverged there is nothing to choose and nothing to learn with: both are
+    empty. `missing` units are still to be done, `failed` ones (with tracebacks) were given up.
     """
 
     method: str
@@ -38,12 +38,12 @@ class Result:
 
     @property
     def diverged(self) -> bool:
-        """Did every grid point diverge?"""
+        """Whether every grid point diverged."""
         return self.finished and not self.records
 
 
 def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Unit]:
-    """The units of work of some runs: everything that matters to their results, resolved."""
+    """The units of work of some runs, configured by everything that matters to their results."""
     found = method(name)
     scopes = {"run"}
     if found.learner.needs_memory:
@@ -67,12 +67,8 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
 def cross_validation(recipe: Recipe, name: str) -> list[Unit]:
     """Every grid point with every seed, on `D^CV`."""
     points = grid_points(recipe.grids[name])
-    return units(
-        recipe,
-        name,
-        "cv",
-        [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)],
-    )
+    runs = [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)]
+    return units(recipe, name, "cv", runs)
 
 
 def evaluation(recipe: Recipe, name: str, chosen: dict[str, float]) -> list[Unit]:
@@ -87,9 +83,8 @@ def result(recipe: Recipe, name: str, store: Store) -> Result:
     if found.missing:
         found.missing += recipe.seeds
         return found
-    broken = {
-        tuple(store.contents.entries[unit].unit.hyperparameters.items()) for unit in found.failed
-    }
+    entries = store.contents.entries
+    broken = {tuple(entries[unit].unit.hyperparameters.items()) for unit in found.failed}
     sound = [
         record
         for record in found.cross_validation
@@ -97,9 +92,7 @@ def result(recipe: Recipe, name: str, store: Store) -> Result:
     ]
     try:
         found.hyperparameters = select(sound) if sound else {}
-    except (
-        InputError
-    ):  # every grid point diverged: that is this method's result, and the others go on
+    except InputError:  # every grid point diverged: that is the result of this method
         return found
     if found.hyperparameters:
         found.records = _collect(found, store, evaluation(recipe, name, found.hyperparameters))
