@@ -25,6 +25,7 @@ from cifar_files import (
 )
 from onepass.errors import InputError
 from onepass.streams import cifar
+from onepass.streams.split_cifar import Options, SplitCifar
 
 
 @pytest.mark.parametrize("place", ["", "cifar100", "cifar-100-binary"])
@@ -101,9 +102,8 @@ def test_a_pixel_has_its_channels_side_by_side(tmp_path: Path, made_up: Content)
     red, green, blue = 5 * 32 + 7, 1024 + 5 * 32 + 7, 2048 + 5 * 32 + 7
     made_up["train"][0][3, [red, green, blue]] = 200, 100, 50
     write_binary(tmp_path, made_up)
-    stream = cifar.SplitCifar(cifar.Options(), str(tmp_path))
-    assert stream.pool.shape == (32, 32, 3)
-    assert stream.pool.x[3].view(32, 32, 3)[5, 7].tolist() == [200, 100, 50]
+    x, _, _ = cifar.read(tmp_path)
+    assert x[3].reshape(32, 32, 3)[5, 7].tolist() == [200, 100, 50]
 
 
 def test_what_is_unpacked_is_preferred_to_an_archive_and_images_come_last(
@@ -136,7 +136,7 @@ def test_a_folder_without_cifar_is_refused_with_a_sentence(tmp_path: Path) -> No
     assert f"no CIFAR-100 in {tmp_path}" in refusal(tmp_path)
     assert cifar.find(tmp_path / "nowhere") is None
     with pytest.raises(InputError, match="onepass data get cifar100"):
-        cifar.SplitCifar(cifar.Options(), None)
+        SplitCifar(Options(), None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,15 +33,17 @@ def test_a_stream_has_three_tasks_to_choose_with_and_seventeen_to_learn(name: st
 @pytest.mark.parametrize("name", OWN)
 def test_the_size_of_a_network_for_a_stream_is_known_without_its_data(name: str) -> None:
     stream, entry = make(name), STREAMS[name]
-    assert (entry.inputs, entry.outputs) == (
-        stream.pool.x.shape[1],
-        Slots(stream.heads("ev")).count,
-    )
+    assert entry.kind.shape == stream.pool.shape
+    assert math.prod(entry.kind.shape) == stream.pool.x.shape[1]
+    for part in PARTS:
+        assert entry.heads(part, entry.options()) == stream.heads(part)
     assert stream.pool.x.dtype is torch.uint8
 
 
-def test_the_network_for_mnist_has_a_pixel_an_input_and_a_digit_an_output() -> None:
-    assert (STREAMS["permuted-mnist"].inputs, STREAMS["permuted-mnist"].outputs) == (28 * 28, 10)
+def test_the_network_for_mnist_has_an_input_per_pixel_and_an_output_per_digit() -> None:
+    entry = STREAMS["permuted-mnist"]
+    assert entry.kind.shape == (28 * 28,)
+    assert Slots(entry.heads("ev", entry.options())).count == 10
 
 
 def test_permutations_of_cross_validation_never_occur_in_evaluation_whatever_the_seeds() -> None:
@@ -112,11 +117,8 @@ def test_training_and_test_examples_do_not_overlap(name: str) -> None:
 
 def test_split_digits_are_rotations_and_a_test_image_is_one_in_every_rotation() -> None:
     stream = digits.SplitDigits(digits.Options())
-    images, classes, training = (
-        stream.pool.x.view(-1, 8, 8),
-        stream.pool.classes,
-        stream.pool.training,
-    )
+    images = stream.pool.x.view(-1, 8, 8)
+    classes, training = stream.pool.classes, stream.pool.training
     quarter = training // 4
     assert torch.equal(images[quarter], images[0].rot90(1))
     assert classes[quarter] == classes[0] + 10
@@ -131,18 +133,10 @@ def test_split_digits_are_rotations_and_a_test_image_is_one_in_every_rotation() 
 )
 @pytest.mark.parametrize("joined", [False, True])
 def test_every_training_example_is_shown_exactly_once(stream: Stream, joined: bool) -> None:
-    numbers = torch.arange(len(stream.pool.x))[:, None].expand(
-        stream.pool.x.shape
-    )  # every pixel says which example it is of
-    own = type(
-        "Numbered",
-        (),
-        {
-            "pool": Pool(numbers, stream.pool.classes, stream.pool.training, 1.0),
-            "slots": stream.slots,
-            "tasks": stream.tasks,
-        },
-    )()
+    # Every pixel says which example it is of.
+    numbers = torch.arange(len(stream.pool.x))[:, None].expand(stream.pool.x.shape)
+    own = copy(stream)
+    own.pool = replace(stream.pool, x=numbers)
     seeds = [0, 1, 2]
     feed = Feed(own, "ev", seeds, 10, joined=joined)
     for phase in range(feed.phases):

@@ -20,6 +20,7 @@ import pytest
 from onepass.errors import InputError
 from onepass.files import TEMPORARY, temporary_name
 from onepass.streams import STREAMS, cifar, mnist
+from onepass.streams.split_cifar import Options, SplitCifar
 from onepass.studies import fetch
 
 
@@ -94,7 +95,7 @@ def test_cifar_is_fetched_into_the_cache_as_the_archive_it_is(archives: Path, ca
         Path("cifar100") / archives.name,
     ]
     fetch.check("cifar100", str(cache / "cifar100"))
-    assert len(cifar.SplitCifar(cifar.Options(), str(cache / "cifar100")).tasks("ev", 0)) == 17
+    assert len(SplitCifar(Options(), str(cache / "cifar100")).tasks("ev", 0)) == 17
 
 
 def test_what_is_in_the_cache_is_not_fetched_again(archives: Path, cache: Path) -> None:

@@ -12,6 +12,7 @@ from onepass.errors import InputError
 from onepass.files import canonical
 from onepass.learners import METHODS, ewc, mas, prognn, rwalk
 from onepass.studies import recipe
+from onepass.studies.paper import Paper
 from onepass.studies.results import cross_validation
 
 EVERY = {
@@ -118,7 +119,7 @@ def test_permuted_mnist_carries_what_the_paper_chose_and_found() -> None:
 
 def test_what_the_paper_says_is_no_part_of_a_study() -> None:
     loaded = recipe.load("permuted-mnist")
-    without = loaded.model_copy(update={"paper": recipe.Paper()})
+    without = loaded.model_copy(update={"paper": Paper()})
     assert loaded.paper.companions != without.paper.companions
     assert without.stored() == loaded.stored()
     assert without.changes() == []
@@ -146,7 +147,7 @@ def test_what_the_paper_says_is_no_part_of_a_study() -> None:
 )
 def test_side_tables_that_make_no_sense_are_refused(companions: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=re.escape(names)):
-        recipe.Paper(companions=companions)  # type: ignore[arg-type]
+        Paper(companions=companions)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -396,7 +397,7 @@ def test_a_stored_recipe_wants_the_same_units(name: str) -> None:
 def test_a_residual_network_on_a_stream_without_images_is_refused() -> None:
     with pytest.raises(InputError, match="resnet18 needs a stream of images"):
         recipe.load("permuted-digits", ["network=resnet18"])
-    assert recipe.load("split-digits", ["network=resnet18-reduced"]).setup().model().convolutional
+    assert recipe.load("split-digits", ["network=resnet18-reduced"]).setup().convolutional
 
 
 def test_the_recipe_of_split_cifar_says_what_the_paper_does() -> None:
