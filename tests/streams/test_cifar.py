@@ -1,4 +1,4 @@
-"""CIFAR-100 in every form it is published in: the same pool, or a sentence that says what is wrong."""
+"""CIFAR-100 in every form it is published in: the same pool, or a clear refusal."""
 
 from __future__ import annotations
 
@@ -49,11 +49,8 @@ def test_the_python_version_is_read_whoever_pickled_it(
 def test_an_array_pickled_column_by_column_is_the_same_array(
     protocol: int, tmp_path: Path, made_up: Content
 ) -> None:
-    write_python(
-        tmp_path,
-        {part: (np.asfortranarray(planes), labels) for part, (planes, labels) in made_up.items()},
-        protocol,
-    )
+    turned = {part: (np.asfortranarray(planes), some) for part, (planes, some) in made_up.items()}
+    write_python(tmp_path, turned, protocol)
     assert_holds(tmp_path, made_up)
 
 
@@ -151,10 +148,8 @@ def test_a_binary_file_of_another_length_is_refused_by_its_name(
     write_binary(tmp_path, made_up)
     path = tmp_path / "cifar-100-binary" / f"{part}.bin"
     path.write_bytes(harm(path.read_bytes()))
-    assert (
-        f"{path} has {path.stat().st_size} bytes, and CIFAR-100 has {100 * cifar.EACH[part]} records of 3074"
-        in refusal(tmp_path)
-    )
+    records = f"CIFAR-100 has {100 * cifar.EACH[part]} records of 3074"
+    assert f"{path} has {path.stat().st_size} bytes, and {records}" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["binary", "python"])
@@ -298,7 +293,7 @@ def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
 
 
 def test_not_even_the_names_that_are_known_are_called(tmp_path: Path) -> None:
-    size = 10**15  # nobody has room for such an array
+    size = 10**15  # no machine has room for such an array
     made = (
         Call(np.ndarray, (size,)),
         Call(np.dtype, "u1"),
@@ -400,12 +395,6 @@ def test_names_of_images_may_be_of_any_letters(
 ) -> None:
     names = ["plain.png", "größe.png", "back\\slash.png", "図.png", "long" * 500]
     for part, (planes, labels) in made_up.items():
-        write(
-            tmp_path,
-            {
-                part: pickle.dumps(
-                    {"filenames": names, "data": planes, "fine_labels": labels}, protocol
-                )
-            },
-        )
+        content = {"filenames": names, "data": planes, "fine_labels": labels}
+        write(tmp_path, {part: pickle.dumps(content, protocol)})
     assert_holds(tmp_path, made_up)
