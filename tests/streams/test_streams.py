@@ -13,7 +13,7 @@ from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.feed import Feed
 from onepass.streams import STREAMS, digits, mnist
-from onepass.streams.base import Part, PermutedStream, Pool, Stream, is_odd
+from onepass.streams.base import Options, Part, PermutedStream, Pool, Stream, is_odd
 from toys import ToyStream
 
 PARTS: list[Part] = ["cv", "ev"]
@@ -116,7 +116,7 @@ def test_training_and_test_examples_do_not_overlap(name: str) -> None:
 
 
 def test_split_digits_are_rotations_and_a_test_image_is_one_in_every_rotation() -> None:
-    stream = digits.SplitDigits(digits.Options())
+    stream = digits.SplitDigits(Options())
     images = stream.pool.x.view(-1, 8, 8)
     classes, training = stream.pool.classes, stream.pool.training
     quarter = training // 4
@@ -204,7 +204,7 @@ def test_joined_examples_keep_the_slots_of_their_own_task(monkeypatch: pytest.Mo
 
 
 def test_joined_examples_are_permuted_by_their_own_task() -> None:
-    stream = digits.PermutedDigits(digits.Options(train_examples=20))
+    stream = digits.PermutedDigits(Options(train_examples=20))
     feed = Feed(stream, "cv", [0], 10, joined=True)
     tasks = stream.tasks("cv", 0)
     expected = sorted(
@@ -224,11 +224,11 @@ def test_an_impossible_number_of_examples_is_refused_with_a_sentence(
     train: int | None, test: int | None
 ) -> None:
     with pytest.raises(InputError, match="examples"):
-        digits.PermutedDigits(digits.Options(train, test)).tasks("ev", 0)
+        digits.PermutedDigits(Options(train, test)).tasks("ev", 0)
 
 
 def test_fewer_examples_are_a_random_choice_that_differs_by_task_and_seed() -> None:
-    stream = digits.PermutedDigits(digits.Options(train_examples=100))
+    stream = digits.PermutedDigits(Options(train_examples=100))
     chosen = [tuple(t.train.tolist()) for s in (0, 1) for t in stream.tasks("ev", s)]
     assert {len(c) for c in chosen} == {100}
     assert len(set(chosen)) == 34
@@ -258,7 +258,7 @@ def test_a_number_of_examples_that_any_of_the_seeds_lacks_is_refused(what: str) 
     }
     for part in PARTS:
         for count in range(min(fewest[part]) - 1, max(fewest[part]) + 2):
-            stream = digits.SplitDigits(digits.Options(**{what: count}))
+            stream = digits.SplitDigits(Options(**{what: count}))
             for seeds in range(1, 9):
                 least = min(fewest[part][:seeds])
                 if count <= least:

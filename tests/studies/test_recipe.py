@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -345,6 +346,61 @@ def test_a_stored_recipe_wants_the_same_units(name: str) -> None:
     stored = recipe.from_stored(json.loads(canonical(asked.stored())))
     for method in asked.methods:
         assert ids(stored, method) == ids(asked, method)
+
+
+def test_a_recipe_has_the_settings_of_a_setup_in_their_order_between_its_own() -> None:
+    settings = [field.name for field in fields(Setup)]
+    before = ["name", "summary", "stream", "stream_options", "methods", "seeds", "cv_seeds"]
+    assert list(recipe.Recipe.model_fields) == [*before, *settings, "grids", "options", "paper"]
+    least = recipe.Recipe(name="n", summary="s", stream="permuted-digits", methods=["van"])
+    assert least.setup() == Setup()
+
+
+SHARED = {"hidden", "batch_size", "stream", "stream_options", "part", "method", "options"}
+SHARED |= {"hyperparameters", "seed"}
+OF_MEMORY = {field.name for field in fields(Setup) if field.name.startswith("memory")}
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "more"),
+    [
+        ("van", [], set()),
+        ("van", ["gradients=looped", "memory_per_task=7", "union_softmax=false"], set()),
+        ("a-gem", [], OF_MEMORY),
+        ("multi-task", [], {"union_softmax"}),
+        ("van", ["tf32=false", "batch_norm=authors"], {"tf32", "batch_norm"}),
+    ],
+)
+def test_a_unit_has_the_settings_that_matter_to_it_and_later_ones_where_they_are_changed(
+    method: str, changes: list[str], more: set[str]
+) -> None:
+    unit, *_ = cross_validation(recipe.load("permuted-mnist", changes), method)
+    assert unit.configuration.keys() == SHARED | more
+    assert "leaking" not in unit.configuration["stream_options"]
+
+
+def test_later_options_are_in_a_unit_where_they_are_changed() -> None:
+    changes = ["leaking=true", "lateral_biases=false"]
+    unit, *_ = cross_validation(recipe.load("permuted-mnist", changes), "prog-nn")
+    assert unit.configuration["stream_options"]["leaking"] is True
+    assert "lateral_biases" not in unit.configuration["options"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "method", "expected"),
+    [
+        ("permuted-mnist", [], "van", "26dc44d4bb2d603e"),
+        ("permuted-mnist", ["leaking=true"], "prog-nn", "db5430b3475c77ce"),
+        ("permuted-mnist", ["tf32=false"], "a-gem", "995ec8b6f09a0987"),
+        ("permuted-digits", [], "multi-task", "6977b4cee9585f7a"),
+        ("split-cifar", [], "icarl", "d37c7ad5c1591595"),
+        ("split-cifar", ["network=resnet18"], "gem", "25e8e5c45bf52551"),
+    ],
+)
+def test_the_ids_of_units_never_change(
+    name: str, changes: list[str], method: str, expected: str
+) -> None:
+    assert ids(recipe.load(name, changes, method), method)[0] == expected
 
 
 def test_a_residual_network_on_a_stream_without_images_is_refused() -> None:

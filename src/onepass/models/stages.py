@@ -25,10 +25,7 @@ class Stage:
 
 
 def stages(module: nn.Module) -> list[Stage]:
-    """The stages of a fully connected network, or of any module with a method `stages()`.
-
-    The last one is its head.
-    """
+    """The stages of an MLP, or of a module with a method `stages()`; the last one is its head."""
     own = getattr(module, "stages", None)
     if own is not None:
         found: list[Stage] = own()

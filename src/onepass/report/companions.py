@@ -161,15 +161,9 @@ def sizes(recipe: Recipe) -> Sizes:
             f" hidden={list(setup.hidden[:5])} is too large"
         ) from None
     hidden = _feature_maps(network, shape) if setup.convolutional else sum(setup.hidden)
-    return Sizes(
-        P=sum(parameter.numel() for parameter in network.parameters()),
-        B=setup.batch_size,
-        H=hidden,
-        M=setup.memory_per_task,
-        M_all=tasks * setup.memory_per_task,
-        T=tasks,
-        example=math.prod(shape),
-    )
+    parameters, memory = sum(p.numel() for p in network.parameters()), setup.memory_per_task
+    example = math.prod(shape)
+    return Sizes(parameters, setup.batch_size, hidden, memory, tasks * memory, tasks, example)
 
 
 def _feature_maps(network: nn.Module, shape: tuple[int, ...]) -> int:

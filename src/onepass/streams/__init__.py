@@ -7,7 +7,7 @@ from typing import Any
 
 from onepass.errors import unknown
 from onepass.streams import digits, mnist, split_cifar
-from onepass.streams.base import Heads, Part, Stream
+from onepass.streams.base import Heads, Options, Part, Stream
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Entry:
 STREAMS: dict[str, Entry] = {
     "permuted-digits": Entry(
         digits.PermutedDigits,
-        digits.Options,
+        Options,
         None,
         "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks",
     ),
     "split-digits": Entry(
         digits.SplitDigits,
-        digits.Options,
+        Options,
         None,
         "the same digits in four rotations: 40 classes, 20 tasks of 2, one head per task",
     ),

@@ -33,10 +33,7 @@ class _Bounded(GzipFile):
 
 
 def members(path: Path, names: Collection[str], most: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the plain files of these names, in the order of the archive.
-
-    At most `most` bytes are unpacked.
-    """
+    """Yield the plain files of these names, in the archive's order; unpack at most `most` bytes."""
     try:
         with _Bounded(path) as packed:
             packed.most = most

@@ -20,6 +20,14 @@ TASKS: dict[Part, int] = {"cv": 3, "ev": 17}
 
 
 @dataclass(frozen=True)
+class Options:
+    """How many examples of each task are used; all by default."""
+
+    train_examples: int | None = None
+    test_examples: int | None = None
+
+
+@dataclass(frozen=True)
 class Pool:
     """All examples of a data set: `x [N, D]` as bytes and `classes [N]`.
 

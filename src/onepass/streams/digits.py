@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from io import BytesIO
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from onepass.errors import InputError, first_line
 from onepass.random_numbers import Purpose, RandomNumbers
-from onepass.streams.base import PermutedStream, Pool, SplitStream
+from onepass.streams.base import Options, PermutedStream, Pool, SplitStream
 
 TEST_IMAGES = 360
 SHAPE = (1797, 65)
@@ -64,14 +63,6 @@ def _file() -> Path:
         if path.is_file():
             return path
     raise InputError("the digits of scikit-learn are not there: install scikit-learn")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How many examples of each task are used; all by default."""
-
-    train_examples: int | None = None
-    test_examples: int | None = None
 
 
 class PermutedDigits(PermutedStream):

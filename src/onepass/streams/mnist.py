@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from onepass.errors import InputError, first_line
 from onepass.settings import setting
+from onepass.streams import base
 from onepass.streams.base import PermutedStream, Pool
 
 # The canonical files, by MD5: gzipped as published, and unpacked.
@@ -118,15 +119,13 @@ def check(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How many examples of each task are used (all by default), and of how many training images.
+class Options(base.Options):
+    """Of how many training images a task takes its examples, and which permutations it has.
 
     The authors trained on 55 000 images, since the loader they used set the first 5 000 aside.
     `leaking` makes the three permutations of `D^CV` the first three of `D^EV`, as theirs are.
     """
 
-    train_examples: int | None = None
-    test_examples: int | None = None
     train_images: int = 55_000
     leaking: bool = setting(False, later=True)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onepass.errors import InputError, unknown
+from onepass.streams import base
 from onepass.streams.base import TASKS, Part, Pool, SplitStream
 from onepass.streams.cifar import CLASSES, SIDE, read
 
@@ -20,16 +21,14 @@ ClassOrder = Literal["seed", "authors"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How many examples of each task are used (all by default), and what the authors' code decides.
+class Options(base.Options):
+    """What is subtracted from images, and which classes the tasks have.
 
-    The mean of the training images that is subtracted is an `image`, as in that code, or one number
-    per `channel`. With `class_order = "authors"` the tasks of seed `n` have the classes of the
-    authors' run `n`. Some orders are easier than others, so the same five compare better.
+    What is subtracted is the mean of the training images: an `image`, as in the authors' code, or
+    one number per `channel`. With `class_order = "authors"` the tasks of seed `n` have the classes
+    of the authors' run `n`. Some orders are easier than others, so the same five compare better.
     """
 
-    train_examples: int | None = None
-    test_examples: int | None = None
     mean: Mean = "image"
     class_order: ClassOrder = "seed"
     classes_per_task: int = 5

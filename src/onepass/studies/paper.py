@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from onepass.learners import method
+from onepass.studies.options import Count
 
 FOLDER: Any = resources.files("onepass.studies") / "recipes"
 KNOWN_DIFFERENCES = "known-differences.toml"  # in that folder
 
-Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
 Product = Annotated[str, Field(pattern=r"^[PBHMT](\*[PBHMT])*$")]
 
 

@@ -14,9 +14,9 @@ from onepass.errors import InputError, shortened, shown, unknown
 from onepass.learners import METHODS, method
 from onepass.protocol import Setup
 from onepass.streams import stream
-from onepass.studies import changes as by_key
-from onepass.studies.options import LARGEST, read_options, with_types
-from onepass.studies.paper import FOLDER, KNOWN_DIFFERENCES, Count, Model, Paper
+from onepass.studies.changes import apply_changes
+from onepass.studies.options import LARGEST, Count, read_options, with_types
+from onepass.studies.paper import FOLDER, KNOWN_DIFFERENCES, Model, Paper
 
 Value = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
@@ -198,7 +198,7 @@ def load(
         document["methods"] = list(dict.fromkeys(chosen))
     if seeds is not None:
         document["seeds"] = seeds
-    by_key.apply(changes or [], document, Recipe.model_fields)
+    apply_changes(changes or [], document, Recipe.model_fields)
     return _made(document)
 
 
