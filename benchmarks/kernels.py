@@ -223,7 +223,7 @@ def gradient(count: int, device: torch.device, with_norms: bool, with_convolutio
     """µs of a whole gradient as a program."""
     module = (
         Network("resnet18-reduced", batch_norm="authors", initialisation="uniform")
-        .build(3072, (32, 32, 3), 85)
+        .build((32, 32, 3), 85)
         .to(device)
         .train()
     )

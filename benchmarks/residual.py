@@ -45,7 +45,7 @@ def images(count: int, task: int) -> tuple[Tensor, Tensor]:
 
 def by_hand(tasks: int) -> Callable[[], None]:
     torch.manual_seed(0)
-    net = NETWORK.build(3072, IMAGE, TASKS * CLASSES).train()
+    net = NETWORK.build(IMAGE, TASKS * CLASSES).train()
     parameters = list(net.parameters())
     bytes_, slots = images(BATCH, tasks)
     past = [images(BUDGET, task) for task in range(tasks)]
@@ -98,11 +98,7 @@ def by_engine(method: str, tasks: int) -> Callable[[], None]:
     )
     slots = Slots(separate_heads(TASKS, CLASSES))
     fleet = Fleet(
-        lambda: NETWORK.build(3072, IMAGE, slots.count),
-        [0],
-        slots,
-        [RATE],
-        prepare=pool.prepare_images,
+        lambda: NETWORK.build(IMAGE, slots.count), [0], slots, [RATE], prepare=pool.prepare_images
     )
     found = METHODS[method].learner
     memory = EpisodicMemory(fleet, TASKS, BUDGET) if found.needs.memory else None

@@ -42,7 +42,7 @@ class ManyTasks(PermutedStream):
         self.count = count
 
     def heads(self, part: Part) -> Heads:
-        return shared_heads(self.count, self.classes)
+        return shared_heads(self.count, self.classes_per_task)
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         (first, *_) = super().tasks(part, seed)

@@ -46,13 +46,7 @@ class ToyStream(Stream):
             members = (self.pool.classes // 2 == k).nonzero()[:, 0]
             count = self.examples - (7 * seed + 5 * k) % 23 if self.ragged else self.examples
             made.append(
-                Task(
-                    members[members < 240][:count],
-                    members[members >= 240],
-                    slot_of_class,
-                    None,
-                    torch.tensor(k),
-                )
+                Task(members[members < 240][:count], members[members >= 240], slot_of_class, None)
             )
         return made
 

@@ -27,11 +27,9 @@ from onepass.learners import Method
 from onepass.learners.base import Learner
 from onepass.memory import EpisodicMemory, Policy
 from onepass.metrics import Record
-from onepass.models import Kind, Network
-from onepass.models.initial import Initialisation
-from onepass.models.norm import Constants
-from onepass.models.resnet import Stem
+from onepass.models import Network
 from onepass.recording import BETA, Recorder
+from onepass.settings import setting
 from onepass.streams.base import Part, Stream
 
 log = logging.getLogger(__name__)
@@ -40,25 +38,17 @@ TRIED = 10  # ways of computing a convolution on a GPU
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all runs of a study share."""
+class Setup(Network):
+    """The settings that all runs of a study share: those of their network, and these."""
 
-    network: Kind = "mlp"
-    hidden: tuple[int, ...] = (256, 256)
-    stem: Stem = "3x3"
-    batch_norm: Constants = "torch"
-    initialisation: Initialisation = "normal"
     batch_size: int = 10
-    memory_per_task: int = 250
-    memory: Policy = "class-reservoir"
-    memory_includes_current_task: bool = False
-    memory_with_replacement: bool = False
-    union_softmax: bool = True
-    gradients: Mode = "auto"
-    tf32: bool = True  # on a GPU, multiply in TF32
-
-    def model(self) -> Network:
-        return Network(self.network, self.hidden, self.stem, self.batch_norm, self.initialisation)
+    memory_per_task: int = setting(250, scope="memory")
+    memory: Policy = setting("class-reservoir", scope="memory")
+    memory_includes_current_task: bool = setting(False, scope="memory")
+    memory_with_replacement: bool = setting(False, scope="memory")
+    union_softmax: bool = setting(True, scope="joined pass")
+    gradients: Mode = setting("auto", scope="computation")
+    tf32: bool = setting(True, later=True)  # on a GPU, multiply in TF32
 
 
 @dataclass(frozen=True)
@@ -278,14 +268,14 @@ def assemble(
         joined=method.joined,
         union_softmax=setup.union_softmax,
     )
-    pool, network, outputs = stream.pool.on(device), setup.model(), feed.slots.count
+    pool, outputs = stream.pool.on(device), feed.slots.count
     fleet = fleet_type(
-        lambda: network.build(pool.x.shape[1], pool.shape, outputs),
+        lambda: setup.build(pool.shape, outputs),
         seeds,
         feed.slots,
         [run.hyperparameters["learning_rate"] for run in runs],
         device=device,
-        prepare=pool.prepare_images if network.convolutional else pool.prepare,
+        prepare=pool.prepare_images if setup.convolutional else pool.prepare,
         gradients=setup.gradients,
     )
     columns = {}

@@ -47,7 +47,7 @@ def values_of(network: nn.Module) -> Values:
 
 
 def slices(v: Values, k: int, s: int, width: int) -> list[Tensor]:
-    """The lateral matrix of each earlier column `j < k` into stage `s` of column `k`; none where there are none."""
+    """The lateral matrix of each earlier column `j < k` into stage `s` of column `k`."""
     name = f"columns.{k}.laterals.{s}.weight"
     return [v[name][:, j * width : (j + 1) * width] for j in range(k)] if name in v else []
 
@@ -73,7 +73,10 @@ def norm(v: Values, name: str, x: Tensor, training: bool) -> Tensor:
 
 
 def resnet_by_hand(v: Values, x: Tensor, column: int, learning: int | None = None) -> Tensor:
-    """The same with a stem and two layers of one block each; column `learning` uses the statistics of the batch."""
+    """The same with a stem and two layers of one block each.
+
+    Column `learning` uses the statistics of the batch.
+    """
     levels = {(0, k): x for k in range(column + 1)}
     for s, stride in enumerate((1, 1, 2)):
         for k in range(column + 1):
@@ -81,25 +84,14 @@ def resnet_by_hand(v: Values, x: Tensor, column: int, learning: int | None = Non
             if s == 0:
                 out = norm(v, f"{name}.1", conv2d(h, v[f"{name}.0.weight"], padding=1), training)
             else:
-                out = norm(
-                    v,
-                    f"{name}.0.bn1",
-                    conv2d(h, v[f"{name}.0.conv1.weight"], stride=stride, padding=1),
-                    training,
-                ).relu()
-                out = norm(
-                    v,
-                    f"{name}.0.bn2",
-                    conv2d(out, v[f"{name}.0.conv2.weight"], padding=1),
-                    training,
-                )
+                name = f"{name}.0"
+                out = conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
+                out = norm(v, f"{name}.bn1", out, training).relu()
+                out = conv2d(out, v[f"{name}.conv2.weight"], padding=1)
+                out = norm(v, f"{name}.bn2", out, training)
                 if stride == 2:
-                    h = norm(
-                        v,
-                        f"{name}.0.downsample.1",
-                        conv2d(h, v[f"{name}.0.downsample.0.weight"], stride=2),
-                        training,
-                    )
+                    h = conv2d(h, v[f"{name}.downsample.0.weight"], stride=2)
+                    h = norm(v, f"{name}.downsample.1", h, training)
                 out = out + h
             for j, u in enumerate(slices(v, k, s, levels[s, 0].shape[1])):
                 out = out + conv2d(levels[s, j], u, stride=stride)
@@ -133,27 +125,26 @@ def test_every_column_of_a_residual_network_is_the_formula(columns: int, inputs:
 def test_in_training_only_the_last_column_uses_the_statistics_of_the_batch() -> None:
     network, x = filled(Progressive(residual, 3)), torch.randn(4, *IMAGES)
     v = values_of(network)
-    assert torch.allclose(
-        network(x), resnet_by_hand(v, x, 2, learning=2), atol=1e-4
-    )  # as it was built
+    expected = resnet_by_hand(v, x, 2, learning=2)
+    assert torch.allclose(network(x), expected, atol=1e-4)  # as it was built
     network.load_state_dict(v)
-    assert torch.allclose(network.eval().train()(x), resnet_by_hand(v, x, 2, learning=2), atol=1e-4)
+    assert torch.allclose(network.eval().train()(x), expected, atol=1e-4)
     assert not torch.allclose(network(x), resnet_by_hand(v, x, 2), atol=1e-2)
 
 
 @both
 @with_and_without_inputs
-def test_a_column_answers_bit_identically_after_more_were_added(
+def test_a_column_puts_out_the_same_bits_after_more_were_added(
     build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
 ) -> None:
-    x, answers, values = torch.randn(4, *shape), [], {}
+    x, outputs, values = torch.randn(4, *shape), [], {}
     for columns in (1, 2, 3, 4):
         network = filled(Progressive(build, columns, inputs))
         network.load_state_dict(values, strict=False)
         values = values_of(network)
         network.eval()
-        answers.append(network(x))
-        for j, before in enumerate(answers):
+        outputs.append(network(x))
+        for j, before in enumerate(outputs):
             network.shown = j
             assert torch.equal(network(x), before)
 
@@ -244,16 +235,12 @@ def count(network: nn.Module) -> int:
 def test_parameters_grow_with_the_square_of_the_columns(columns: int, inputs: bool) -> None:
     """`T` columns are `T` networks and `T (T − 1) / 2` times what connects two of them."""
     pairs = columns * (columns - 1) // 2
-    between = 4 * 3 + 3 * 6 + (5 * 4 if inputs else 0)
-    assert (
-        count(Progressive(fully_connected, columns, inputs))
-        == columns * count(fully_connected()) + pairs * between
-    )
-    between = 4 * 4 + 4 * 8 + 8 * 6 + (3 * 4 if inputs else 0)
-    assert (
-        count(Progressive(residual, columns, inputs))
-        == columns * count(residual()) + pairs * between
-    )
+    for build, between in (
+        (fully_connected, 4 * 3 + 3 * 6 + (5 * 4 if inputs else 0)),
+        (residual, 4 * 4 + 4 * 8 + 8 * 6 + (3 * 4 if inputs else 0)),
+    ):
+        expected = columns * count(build()) + pairs * between
+        assert count(Progressive(build, columns, inputs)) == expected
 
 
 @pytest.mark.parametrize(
@@ -298,26 +285,20 @@ def test_stages_compute_what_the_module_does_or_it_is_refused(module: nn.Sequent
 def test_lateral_connections_may_have_biases_of_their_own(
     build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
 ) -> None:
-    biased, plain = (
-        Progressive(build, 3, inputs, lateral_biases=True),
-        Progressive(build, 3, inputs),
-    )
+    biased = Progressive(build, 3, inputs, lateral_biases=True)
+    plain = Progressive(build, 3, inputs)
     assert all(value.eq(0.1).all() for value in biased.columns[2].biases.values())  # type: ignore[union-attr, operator]
     with torch.no_grad():
         for name, value in [*filled(plain).named_parameters(), *plain.named_buffers()]:
             dict([*biased.named_parameters(), *biased.named_buffers()])[name].copy_(value)
         for name, value in biased.named_parameters():
             if ".biases." in name:
-                value.copy_(
-                    torch.tensor([0.3, -0.3] if len(value) == 2 else [0.0])[:, None].expand_as(
-                        value
-                    )
-                )
+                opposite = torch.tensor([0.3, -0.3] if len(value) == 2 else [0.0])
+                value.copy_(opposite[:, None].expand_as(value))
     x = torch.randn(4, *shape)
     biased.eval(), plain.eval()
     assert torch.allclose(biased(x), plain(x), atol=1e-5)  # they add up to nothing
     with torch.no_grad():
         biased.columns[2].biases[max(biased.columns[2].biases)][1, 0] += 1  # type: ignore[union-attr, index, operator]
-    assert torch.allclose(
-        biased(x)[:, 0], plain(x)[:, 0] + 1, atol=1e-5
-    )  # of the last stage, which is the answer
+    # That bias is of the last stage, whose outputs are the network's.
+    assert torch.allclose(biased(x)[:, 0], plain(x)[:, 0] + 1, atol=1e-5)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import conv2d, cross_entropy
 
 from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
@@ -32,11 +32,9 @@ def stirred(net: nn.Module) -> nn.Module:
 
 def norm(v: Values, name: str, x: Tensor, training: bool) -> Tensor:
     """Batch-norm by its formula."""
-    mean, var = (
-        (x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False))
-        if training
-        else (v[f"{name}.running_mean"], v[f"{name}.running_var"])
-    )
+    mean, var = v[f"{name}.running_mean"], v[f"{name}.running_var"]
+    if training:
+        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
     mean, var, gain, bias = (
         t[:, None, None] for t in (mean, var, v[f"{name}.weight"], v[f"{name}.bias"])
     )
@@ -45,29 +43,17 @@ def norm(v: Values, name: str, x: Tensor, training: bool) -> Tensor:
 
 def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Tensor:
     """A residual network with torchvision's names, a ReLU behind every block."""
-    h = norm(v, "bn1", functional.conv2d(x, v["conv1.weight"], padding=1), training).relu()
+    h = norm(v, "bn1", conv2d(x, v["conv1.weight"], padding=1), training).relu()
     for level, count in enumerate(blocks, start=1):
         for b in range(count):
             name, stride = f"layer{level}.{b}", 2 if level > 1 and b == 0 else 1
-            inner = norm(
-                v,
-                f"{name}.bn1",
-                functional.conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1),
-                training,
-            ).relu()
-            inner = norm(
-                v,
-                f"{name}.bn2",
-                functional.conv2d(inner, v[f"{name}.conv2.weight"], padding=1),
-                training,
-            )
+            inner = conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
+            inner = norm(v, f"{name}.bn1", inner, training).relu()
+            inner = conv2d(inner, v[f"{name}.conv2.weight"], padding=1)
+            inner = norm(v, f"{name}.bn2", inner, training)
             if f"{name}.downsample.0.weight" in v:
-                h = norm(
-                    v,
-                    f"{name}.downsample.1",
-                    functional.conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride),
-                    training,
-                )
+                h = conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride)
+                h = norm(v, f"{name}.downsample.1", h, training)
             h = (inner + h).relu()
     return h.flatten(2).mean(2) @ v["fc.weight"].T + v["fc.bias"]
 
@@ -75,20 +61,17 @@ def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Te
 def test_the_network_of_the_paper_has_its_parameters_and_the_names_of_torchvision() -> None:
     names = dict(ResNet(20, 100).named_parameters())
     assert sum(p.numel() for p in names.values()) == 1_109_240
-    norms = ["weight", "bias"]
-    expected = ["conv1.weight", *(f"bn1.{n}" for n in norms)]
+
+    def norm_of(name: str) -> list[str]:
+        return [f"{name}.weight", f"{name}.bias"]
+
+    expected = ["conv1.weight", *norm_of("bn1")]
     for level in (1, 2, 3, 4):
-        for b in (0, 1):
+        for block in (f"layer{level}.0", f"layer{level}.1"):
             for i in (1, 2):
-                expected += [
-                    f"layer{level}.{b}.conv{i}.weight",
-                    *(f"layer{level}.{b}.bn{i}.{n}" for n in norms),
-                ]
-            if level > 1 and b == 0:
-                expected += [
-                    f"layer{level}.0.downsample.0.weight",
-                    *(f"layer{level}.0.downsample.1.{n}" for n in norms),
-                ]
+                expected += [f"{block}.conv{i}.weight", *norm_of(f"{block}.bn{i}")]
+            if level > 1 and block.endswith("0"):
+                expected += [f"{block}.downsample.0.weight", *norm_of(f"{block}.downsample.1")]
     assert list(names) == [*expected, "fc.weight", "fc.bias"]
     assert names["conv1.weight"].shape == (20, 3, 3, 3)
     assert names["layer3.0.downsample.0.weight"].shape == (80, 40, 1, 1)
@@ -162,23 +145,20 @@ def test_gradients_and_statistics_of_a_fleet_are_those_of_plain_autograd(
     batch = Batch(torch.randn(2, 6, 2, 8, 8), torch.randint(0, 6, (2, 6)), sizes)
     before = {name: b.clone() for name, b in fleet.buffers.items()}
     g, loss = fleet.grad(batch)
+    names, views = fleet.architecture.names, fleet.architecture.views
     for r, size in enumerate(batch.lengths()):
         net = small()
-        values = dict(
-            zip(fleet.architecture.names, fleet.architecture.views(fleet.theta[r]), strict=True)
-        )
+        values = dict(zip(names, views(fleet.theta[r]), strict=True))
         net.load_state_dict(values | {name: b[r] for name, b in before.items()})
         logits = net(batch.x[r, :size])
         own = batch.slots[r, :size] // 2 * 2
         pairs = torch.stack([logits.gather(1, own[:, None] + i)[:, 0] for i in (0, 1)], 1)
-        expected = functional.cross_entropy(pairs, batch.slots[r, :size] - own)
+        expected = cross_entropy(pairs, batch.slots[r, :size] - own)
         expected.backward()
         assert torch.allclose(loss[r], expected, atol=1e-5)
         assert net.fc.weight.grad is not None
         assert net.fc.weight.grad.norm() > 0.01
-        for name, view in zip(
-            fleet.architecture.names, fleet.architecture.views(g[r]), strict=True
-        ):
+        for name, view in zip(names, views(g[r]), strict=True):
             assert torch.allclose(view, net.get_parameter(name).grad, atol=1e-5), name  # type: ignore[arg-type]
         for name, b in net.named_buffers():
             assert torch.allclose(fleet.buffers[name][r], b, atol=1e-5), name

@@ -16,7 +16,8 @@ from onepass.metrics import Record
 from onepass.report import verify
 from onepass.report.verify import judge, verdicts
 from onepass.studies import recipe as recipes
-from onepass.studies.recipe import KnownDifference, Paper, Recipe, known_differences, load
+from onepass.studies.paper import KNOWN_DIFFERENCES, KnownDifference, Paper, known_differences
+from onepass.studies.recipe import Recipe, load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Provenance, Store
 
@@ -205,7 +206,7 @@ def test_the_file_of_known_differences_names_recipes_methods_and_metrics_that_ex
         for known in known_differences(name):
             assert known.method in load(name).paper.published
             assert known.metric in {*verify.CLOSE, "outcome"}
-    assert recipes.KNOWN_DIFFERENCES not in {f"{name}.toml" for name in recipes.names()}
+    assert KNOWN_DIFFERENCES not in {f"{name}.toml" for name in recipes.names()}
 
 
 def test_a_folder_without_a_study_cannot_be_verified(tmp_path: Path) -> None:

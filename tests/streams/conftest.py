@@ -17,13 +17,11 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Content:
     monkeypatch.setitem(cifar.EACH, "train", 2)
     monkeypatch.setitem(cifar.EACH, "test", 1)
     random = np.random.default_rng(0)
-    labels = {
-        part: [c for c in range(100) for _ in range(each)] for part, each in cifar.EACH.items()
-    }
-    return {
-        part: (random.integers(0, 256, (len(some), 3072), np.uint8), some)
-        for part, some in labels.items()
-    }
+    made = {}
+    for part, each in cifar.EACH.items():
+        labels = [label for label in range(100) for _ in range(each)]
+        made[part] = random.integers(0, 256, (len(labels), 3072), np.uint8), labels
+    return made
 
 
 @pytest.fixture

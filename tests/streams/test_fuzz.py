@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,8 @@ def _digits(folder: Path) -> None:
 
 def _python(part: str, protocol: int | None) -> bytes:
     if protocol is None:
-        return pickled_by_python_2(PLANES[part], LABELS[part]).replace(
-            b"J" + struct.pack("<i", 3072), b"J" + struct.pack("<i", NUMBERS)
-        )
+        usual, small = (b"J" + struct.pack("<i", numbers) for numbers in (3072, NUMBERS))
+        return pickled_by_python_2(PLANES[part], LABELS[part]).replace(usual, small)
     return pickled(PLANES[part], LABELS[part], protocol)
 
 
@@ -107,34 +107,26 @@ def _readers() -> dict[str, Reader]:
         for part in EACH
         for i, label in enumerate(LABELS[part])
     }
-    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28) + PLANES["train"].tobytes().ljust(
-        2 * 28 * 28, b"x"
-    )
+    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28)
+    idx += PLANES["train"].tobytes().ljust(2 * 28 * 28, b"x")
+    plain, packed = "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"
     table = digits._file().read_bytes()
+    csv, unpacked = "digits.csv.gz", gzip.decompress(table)
     tars = {"binary": _tar("binary", binary), "python": _tar("python", python[None])}
     made = {
-        "idx": Reader({"train-images-idx3-ubyte": idx}, "train-images-idx3-ubyte", _idx),
-        "gzipped idx": Reader(
-            {"train-images-idx3-ubyte.gz": gzip.compress(idx)}, "train-images-idx3-ubyte.gz", _idx
-        ),
-        "idx, gzipped then": Reader(
-            {"train-images-idx3-ubyte.gz": idx}, "train-images-idx3-ubyte.gz", _idx, gzip.compress
-        ),
-        "digits": Reader({"digits.csv.gz": table}, "digits.csv.gz", _digits),
+        "idx": Reader({plain: idx}, plain, _idx),
+        "gzipped idx": Reader({packed: gzip.compress(idx)}, packed, _idx),
+        "idx, gzipped then": Reader({packed: idx}, packed, _idx, gzip.compress),
+        "digits": Reader({csv: table}, csv, _digits),
         "digits, gzipped then": Reader(
-            {"digits.csv.gz": gzip.decompress(table)},
-            "digits.csv.gz",
-            _digits,
-            lambda c: gzip.compress(c, 1),
+            {csv: unpacked}, csv, _digits, partial(gzip.compress, compresslevel=1)
         ),
         "binary": Reader(binary, "train.bin", _cifar),
-        **{
-            f"pickle of protocol {protocol}": Reader(files, "train", _cifar)
-            for protocol, files in python.items()
-        },
         "image": Reader(images, "train/1/2.png", _cifar),
         "image, checksums then": Reader(images, "train/1/2.png", _cifar, _with_checksums),
     }
+    for protocol, files in python.items():
+        made[f"pickle of protocol {protocol}"] = Reader(files, "train", _cifar)
     for form, tar in tars.items():
         name = f"cifar-100-{form}.tar.gz"
         made[f"archive of {form}"] = Reader({name: gzip.compress(tar)}, name, _cifar)
@@ -150,17 +142,9 @@ MANY = 5000  # damages that each of these gets, shared by the forms of its files
 def _shrink(folder: Path) -> None:
     """A small CIFAR-100, and no checksum in the way. In a process of its own."""
     right = SimpleNamespace(hexdigest=lambda: "right")
+    sizes = {"CLASSES": CLASSES, "SIDE": SIDE, "PIXELS": SIDE * SIDE, "EACH": EACH}
     replaced: list[tuple[Any, dict[str, Any]]] = [
-        (
-            cifar,
-            {
-                "CLASSES": CLASSES,
-                "SIDE": SIDE,
-                "PIXELS": SIDE * SIDE,
-                "EACH": EACH,
-                "file_digest": lambda *_: right,
-            },
-        ),
+        (cifar, {**sizes, "file_digest": lambda *_: right}),
         (cifar, {"ARCHIVES": dict.fromkeys(cifar.ARCHIVES, "right")}),
         (mnist, {"FILES": dict.fromkeys(mnist.FILES, ("right", "right")), "md5": lambda _: right}),
         (digits, {"_file": lambda: folder / "digits.csv.gz"}),

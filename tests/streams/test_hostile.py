@@ -74,37 +74,24 @@ def idx(*shape: int, content: bytes = b"") -> bytes:
     return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + content
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        gzip.compress(bytes(2**22), 1) * 18,  # parts that unpack to more than 64 megabytes
-        gzip.compress(bytes(mnist.LARGEST + 1), 1),
-        gzip.compress(idx(2, 28, 28, content=bytes(2 * 28 * 28)))[:-1],
-        gzip.compress(idx(2, 28, 28, content=bytes(2 * 28 * 28))) + b"more",
-        gzip.compress(idx(2**31, 2**31, 2**31)),
-        gzip.compress(idx(2, 28, 28, content=bytes(2 * 28 * 28 - 1))),
-        gzip.compress(idx(2, 28, 28, content=bytes(2 * 28 * 28 + 1))),
-        gzip.compress(b"\0\0\x08\xff"),
-        gzip.compress(b"\0\0\x0d\x01\0\0\0\0"),
-        gzip.compress(b""),
-        b"",
-        b"no gzip",
-    ],
-    ids=[
-        "parts",
-        "bomb",
-        "truncated",
-        "more",
-        "terabytes",
-        "too-few",
-        "too-many",
-        "dimensions",
-        "floats",
-        "nothing",
-        "empty",
-        "plain",
-    ],
-)
+DIGITS = bytes(2 * 28 * 28)
+NO_IDX = {
+    "parts": gzip.compress(bytes(2**22), 1) * 18,  # which unpack to more than 64 megabytes
+    "bomb": gzip.compress(bytes(mnist.LARGEST + 1), 1),
+    "truncated": gzip.compress(idx(2, 28, 28, content=DIGITS))[:-1],
+    "more": gzip.compress(idx(2, 28, 28, content=DIGITS)) + b"more",
+    "terabytes": gzip.compress(idx(2**31, 2**31, 2**31)),
+    "too-few": gzip.compress(idx(2, 28, 28, content=DIGITS[:-1])),
+    "too-many": gzip.compress(idx(2, 28, 28, content=DIGITS + b"\0")),
+    "dimensions": gzip.compress(b"\0\0\x08\xff"),
+    "floats": gzip.compress(b"\0\0\x0d\x01\0\0\0\0"),
+    "nothing": gzip.compress(b""),
+    "empty": b"",
+    "plain": b"no gzip",
+}
+
+
+@pytest.mark.parametrize("content", NO_IDX.values(), ids=NO_IDX)
 def test_an_idx_file_that_is_none_is_refused_though_its_checksum_is_right(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,19 +107,18 @@ def test_a_file_of_mnist_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         mnist.read_idx(tmp_path / "t10k-labels-idx1-ubyte")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        gzip.compress(b"0," * 2**20),
-        gzip.compress(b"1,2,3\n"),
-        gzip.compress((b"0," * 64 + b"0\n") * 1796 + b"0," * 64 + b"10\n"),
-        gzip.compress(b"a,b\n"),
-        b"",
-        b"no gzip",
-        gzip.compress(b"0,0")[:-3],
-    ],
-    ids=["bomb", "small", "another-digit", "words", "empty", "plain", "truncated"],
-)
+NO_DIGITS = {
+    "bomb": gzip.compress(b"0," * 2**20),
+    "small": gzip.compress(b"1,2,3\n"),
+    "another-digit": gzip.compress((b"0," * 64 + b"0\n") * 1796 + b"0," * 64 + b"10\n"),
+    "words": gzip.compress(b"a,b\n"),
+    "empty": b"",
+    "plain": b"no gzip",
+    "truncated": gzip.compress(b"0,0")[:-3],
+}
+
+
+@pytest.mark.parametrize("content", NO_DIGITS.values(), ids=NO_DIGITS)
 def test_digits_that_are_others_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "digits.csv.gz").write_bytes(content)
     refused(lambda: digits.read(tmp_path / "digits.csv.gz"))
@@ -144,11 +130,8 @@ def packed(*members: tuple[str, bytes | None, bytes]) -> bytes:
     with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, content, kind in members:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname, member.size = (
-                kind,
-                name,
-                2**40 if content is None else len(content),
-            )
+            member.type, member.linkname = kind, name
+            member.size = 2**40 if content is None else len(content)
             made.write(member.tobuf(tarfile.GNU_FORMAT))
             made.write((content or b"").ljust(-(-len(content or b"") // 512) * 512, b"\0"))
             archive.offset = made.tell()
@@ -156,43 +139,25 @@ def packed(*members: tuple[str, bytes | None, bytes]) -> bytes:
 
 
 WANTED = "cifar-100-binary/train.bin"
+NO_ARCHIVE = {
+    "huge": packed((WANTED, None, tarfile.REGTYPE)),
+    "huge-other": packed(("another", None, tarfile.REGTYPE), (WANTED, b"", tarfile.REGTYPE)),
+    "long-name": packed(("././@LongLink", None, tarfile.GNUTYPE_LONGNAME)),
+    "pax": packed(("pax", None, tarfile.XHDTYPE)),
+    "pax-chain": packed(*[("pax", b"8 a=bcd\n", tarfile.XHDTYPE)] * 3000),
+    "symlink": packed((WANTED, b"", tarfile.SYMTYPE)),
+    "link": packed((WANTED, b"", tarfile.LNKTYPE)),
+    "device": packed((WANTED, b"", tarfile.CHRTYPE)),
+    "fifo": packed((WANTED, b"", tarfile.FIFOTYPE)),
+    "folder": packed((WANTED, b"", tarfile.DIRTYPE)),
+    "outside": packed(*((place + WANTED, b"", tarfile.REGTYPE) for place in ("../", "/"))),
+    "zeros": bytes(2**20),
+    "none": b"no archive" * 1000,
+    "empty": b"",
+}
 
 
-@pytest.mark.parametrize(
-    "archive",
-    [
-        packed((WANTED, None, tarfile.REGTYPE)),
-        packed(("another", None, tarfile.REGTYPE), (WANTED, b"", tarfile.REGTYPE)),
-        packed(("././@LongLink", None, tarfile.GNUTYPE_LONGNAME)),
-        packed(("pax", None, tarfile.XHDTYPE)),
-        packed(*[("pax", b"8 a=bcd\n", tarfile.XHDTYPE)] * 3000),
-        packed((WANTED, b"", tarfile.SYMTYPE)),
-        packed((WANTED, b"", tarfile.LNKTYPE)),
-        packed((WANTED, b"", tarfile.CHRTYPE)),
-        packed((WANTED, b"", tarfile.FIFOTYPE)),
-        packed((WANTED, b"", tarfile.DIRTYPE)),
-        packed(("../" + WANTED, b"", tarfile.REGTYPE), ("/" + WANTED, b"", tarfile.REGTYPE)),
-        bytes(2**20),
-        b"no archive" * 1000,
-        b"",
-    ],
-    ids=[
-        "huge",
-        "huge-other",
-        "long-name",
-        "pax",
-        "pax-chain",
-        "symlink",
-        "link",
-        "device",
-        "fifo",
-        "folder",
-        "outside",
-        "zeros",
-        "none",
-        "empty",
-    ],
-)
+@pytest.mark.parametrize("archive", NO_ARCHIVE.values(), ids=NO_ARCHIVE)
 def test_an_archive_is_refused_whatever_is_in_it_though_its_checksum_is_right(
     archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,9 +166,8 @@ def test_an_archive_is_refused_whatever_is_in_it_though_its_checksum_is_right(
     path.write_bytes(content)
     monkeypatch.setitem(cifar.ARCHIVES, path.name, md5(content).hexdigest())
     del archive, content
-    assert in_a_process(
-        lambda: [outcome(lambda: cifar.read(tmp_path), InputError)], 2 * LITTLE
-    ) == ["refused"]
+    told = in_a_process(lambda: [outcome(lambda: cifar.read(tmp_path), InputError)], 2 * LITTLE)
+    assert told == ["refused"]
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
@@ -236,11 +200,10 @@ def test_holes_in_an_archive_are_not_filled(form: int, tmp_path: Path) -> None:
 
 def test_no_more_of_an_archive_is_unpacked_than_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "some.tgz"
-    path.write_bytes(
-        gzip.compress(
-            packed(("a", b"1" * 5000, tarfile.REGTYPE), ("b", b"2" * 5000, tarfile.REGTYPE))
-        )
-    )
+    members = [
+        (name, content * 5000, tarfile.REGTYPE) for name, content in (("a", b"1"), ("b", b"2"))
+    ]
+    path.write_bytes(gzip.compress(packed(*members)))
     assert list(archives.members(path, {"b"}, 20_000)) == [("b", b"2" * 5000)]
     with pytest.raises(archives.DamagedError, match="more than 8000 bytes"):
         list(archives.members(path, {"a", "b"}, 8000))
@@ -258,10 +221,8 @@ def test_text_in_an_image_is_not_unpacked(tmp_path: Path) -> None:
     text = b"Comment\0\0" + zlib.compress(bytes(2**24))
     start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 2, 0, 0, 0))
     path = tmp_path / "image.png"
-    path.write_bytes(
-        start + chunk(b"zTXt", text) * 3 + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+    end = chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    path.write_bytes(start + chunk(b"zTXt", text) * 3 + end)
     pytest.importorskip("PIL.Image")
-    assert in_a_process(lambda: [outcome(lambda: cifar._image(path), InputError)], 2**26) == [
-        "right"
-    ]
+    told = in_a_process(lambda: [outcome(lambda: cifar._image(path), InputError)], 2**26)
+    assert told == ["right"]

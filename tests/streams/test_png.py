@@ -36,14 +36,8 @@ def rows(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def png(start: bytes, unpacked: bytes, *before: bytes, after: bytes = b"") -> bytes:
-    return (
-        SIGNATURE
-        + start
-        + b"".join(before)
-        + chunk(b"IDAT", zlib.compress(unpacked))
-        + after
-        + chunk(b"IEND", b"")
-    )
+    image = chunk(b"IDAT", zlib.compress(unpacked))
+    return SIGNATURE + start + b"".join(before) + image + after + chunk(b"IEND", b"")
 
 
 def read(folder: Path, content: bytes) -> NDArray[np.uint8]:
@@ -85,9 +79,8 @@ def test_grey_of_fewer_bits_is_read(depth: int, tmp_path: Path) -> None:
     levels = np.random.default_rng(1).integers(0, 2**depth, (32, 32), np.uint8)
     bits = (levels[:, :, None] >> np.arange(depth - 1, -1, -1, dtype=np.uint8)) & 1
     content = png(header(depth, 0), rows(np.packbits(bits.reshape(32, -1), axis=1)))
-    assert np.array_equal(
-        read(tmp_path, content), np.repeat((levels * (255 // (2**depth - 1)))[:, :, None], 3, 2)
-    )
+    grey = levels * (255 // (2**depth - 1))
+    assert np.array_equal(read(tmp_path, content), np.repeat(grey[:, :, None], 3, 2))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
@@ -99,14 +92,11 @@ def test_colours_of_a_palette_are_read_and_one_that_it_lacks_is_refused(
     indices[0, 0] = 2**depth - 1
     bits = (indices[:, :, None] >> np.arange(depth - 1, -1, -1, dtype=np.uint8)) & 1
     unpacked = rows(np.packbits(bits.reshape(32, -1), axis=1))
-    assert np.array_equal(
-        read(tmp_path, png(header(depth, 3), unpacked, chunk(b"PLTE", palette.tobytes()))),
-        palette[indices],
-    )
-    assert "its palette lacks a colour" in refusal(
-        tmp_path, png(header(depth, 3), unpacked, chunk(b"PLTE", palette[:-1].tobytes()))
-    )
-    assert "its palette lacks a colour" in refusal(tmp_path, png(header(depth, 3), unpacked))
+    whole, short = (chunk(b"PLTE", colours.tobytes()) for colours in (palette, palette[:-1]))
+    found = read(tmp_path, png(header(depth, 3), unpacked, whole))
+    assert np.array_equal(found, palette[indices])
+    for content in (png(header(depth, 3), unpacked, short), png(header(depth, 3), unpacked)):
+        assert "its palette lacks a colour" in refusal(tmp_path, content)
 
 
 @pytest.mark.parametrize(("colour", "pixels"), [(4, PIXELS[:, :, :1]), (6, PIXELS)])
@@ -114,17 +104,15 @@ def test_an_alpha_channel_is_read_where_nothing_is_transparent(
     colour: int, pixels: NDArray[np.uint8], tmp_path: Path
 ) -> None:
     opaque = np.concatenate([pixels, np.full((32, 32, 1), 255, np.uint8)], 2)
-    assert np.array_equal(
-        read(tmp_path, png(header(8, colour), rows(opaque))), np.broadcast_to(pixels, (32, 32, 3))
-    )
+    found = read(tmp_path, png(header(8, colour), rows(opaque)))
+    assert np.array_equal(found, np.broadcast_to(pixels, (32, 32, 3)))
     opaque[7, 8, -1] = 254
     assert "it has transparent pixels" in refusal(tmp_path, png(header(8, colour), rows(opaque)))
 
 
 def test_a_transparent_colour_is_refused(tmp_path: Path) -> None:
-    assert "it has transparent pixels" in refusal(
-        tmp_path, png(header(), rows(PIXELS), chunk(b"tRNS", bytes(6)))
-    )
+    content = png(header(), rows(PIXELS), chunk(b"tRNS", bytes(6)))
+    assert "it has transparent pixels" in refusal(tmp_path, content)
 
 
 def test_interlaced_images_are_read_and_their_missing_rows_noticed(tmp_path: Path) -> None:
@@ -143,9 +131,8 @@ def test_what_is_no_pixel_is_left_out_and_an_animation_is_its_first_image(tmp_pa
         chunk(b"fcTL", struct.pack(">IIIIIHHBB", 0, 8, 8, 4, 4, 1, 1, 0, 0)),
     )
     frame = chunk(b"fdAT", struct.pack(">I", 1) + zlib.compress(rows(PIXELS[:8, :8])))
-    assert np.array_equal(
-        read(tmp_path, png(header(), rows(PIXELS), *animated, after=frame)), PIXELS
-    )
+    content = png(header(), rows(PIXELS), *animated, after=frame)
+    assert np.array_equal(read(tmp_path, content), PIXELS)
 
 
 def test_parts_out_of_order_and_damaged_ones_are_refused(tmp_path: Path) -> None:
@@ -157,12 +144,7 @@ def test_parts_out_of_order_and_damaged_ones_are_refused(tmp_path: Path) -> None
         SIGNATURE + header() + chunk(b"IEND", b""),
         SIGNATURE + header() + two + chunk(b"IEND", b""),
         png(header() * 2, rows(PIXELS)),
-        png(
-            header(colour=3),
-            rows(PIXELS[:, :, 0]),
-            chunk(b"PLTE", bytes(768)),
-            chunk(b"PLTE", bytes(768)),
-        ),
+        png(header(colour=3), rows(PIXELS[:, :, 0]), *[chunk(b"PLTE", bytes(768))] * 2),
         png(header(), rows(PIXELS), chunk(b"ABcD", b"")),
         png(header(colour=5), rows(PIXELS)),
         png(header(interlaced=2), rows(PIXELS)),
@@ -176,13 +158,8 @@ def test_parts_out_of_order_and_damaged_ones_are_refused(tmp_path: Path) -> None
         whole[:60] + bytes([whole[60] ^ 1]) + whole[61:],
     ):
         assert refusal(tmp_path, content)
-    joined = (
-        SIGNATURE
-        + header()
-        + chunk(b"IDAT", pixels[:50])
-        + chunk(b"IDAT", pixels[50:])
-        + chunk(b"IEND", b"")
-    )
+    two = chunk(b"IDAT", pixels[:50]) + chunk(b"IDAT", pixels[50:])
+    joined = SIGNATURE + header() + two + chunk(b"IEND", b"")
     assert np.array_equal(read(tmp_path, joined), PIXELS)
 
 

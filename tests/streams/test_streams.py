@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.feed import Feed
 from onepass.streams import STREAMS, digits, mnist
-from onepass.streams.base import Part, PermutedStream, Pool, Stream, is_odd
+from onepass.streams.base import Options, Part, PermutedStream, Pool, Stream, is_odd
 from toys import ToyStream
 
 PARTS: list[Part] = ["cv", "ev"]
@@ -30,15 +33,17 @@ def test_a_stream_has_three_tasks_to_choose_with_and_seventeen_to_learn(name: st
 @pytest.mark.parametrize("name", OWN)
 def test_the_size_of_a_network_for_a_stream_is_known_without_its_data(name: str) -> None:
     stream, entry = make(name), STREAMS[name]
-    assert (entry.inputs, entry.outputs) == (
-        stream.pool.x.shape[1],
-        Slots(stream.heads("ev")).count,
-    )
+    assert entry.kind.shape == stream.pool.shape
+    assert math.prod(entry.kind.shape) == stream.pool.x.shape[1]
+    for part in PARTS:
+        assert entry.heads(part, entry.options()) == stream.heads(part)
     assert stream.pool.x.dtype is torch.uint8
 
 
-def test_the_network_for_mnist_has_a_pixel_an_input_and_a_digit_an_output() -> None:
-    assert (STREAMS["permuted-mnist"].inputs, STREAMS["permuted-mnist"].outputs) == (28 * 28, 10)
+def test_the_network_for_mnist_has_an_input_per_pixel_and_an_output_per_digit() -> None:
+    entry = STREAMS["permuted-mnist"]
+    assert entry.kind.shape == (28 * 28,)
+    assert Slots(entry.heads("ev", entry.options())).count == 10
 
 
 def test_permutations_of_cross_validation_never_occur_in_evaluation_whatever_the_seeds() -> None:
@@ -111,12 +116,9 @@ def test_training_and_test_examples_do_not_overlap(name: str) -> None:
 
 
 def test_split_digits_are_rotations_and_a_test_image_is_one_in_every_rotation() -> None:
-    stream = digits.SplitDigits(digits.Options())
-    images, classes, training = (
-        stream.pool.x.view(-1, 8, 8),
-        stream.pool.classes,
-        stream.pool.training,
-    )
+    stream = digits.SplitDigits(Options())
+    images = stream.pool.x.view(-1, 8, 8)
+    classes, training = stream.pool.classes, stream.pool.training
     quarter = training // 4
     assert torch.equal(images[quarter], images[0].rot90(1))
     assert classes[quarter] == classes[0] + 10
@@ -131,18 +133,10 @@ def test_split_digits_are_rotations_and_a_test_image_is_one_in_every_rotation() 
 )
 @pytest.mark.parametrize("joined", [False, True])
 def test_every_training_example_is_shown_exactly_once(stream: Stream, joined: bool) -> None:
-    numbers = torch.arange(len(stream.pool.x))[:, None].expand(
-        stream.pool.x.shape
-    )  # every pixel says which example it is of
-    own = type(
-        "Numbered",
-        (),
-        {
-            "pool": Pool(numbers, stream.pool.classes, stream.pool.training, 1.0),
-            "slots": stream.slots,
-            "tasks": stream.tasks,
-        },
-    )()
+    # Every pixel says which example it is of.
+    numbers = torch.arange(len(stream.pool.x))[:, None].expand(stream.pool.x.shape)
+    own = copy(stream)
+    own.pool = replace(stream.pool, x=numbers)
     seeds = [0, 1, 2]
     feed = Feed(own, "ev", seeds, 10, joined=joined)
     for phase in range(feed.phases):
@@ -210,7 +204,7 @@ def test_joined_examples_keep_the_slots_of_their_own_task(monkeypatch: pytest.Mo
 
 
 def test_joined_examples_are_permuted_by_their_own_task() -> None:
-    stream = digits.PermutedDigits(digits.Options(train_examples=20))
+    stream = digits.PermutedDigits(Options(train_examples=20))
     feed = Feed(stream, "cv", [0], 10, joined=True)
     tasks = stream.tasks("cv", 0)
     expected = sorted(
@@ -230,11 +224,11 @@ def test_an_impossible_number_of_examples_is_refused_with_a_sentence(
     train: int | None, test: int | None
 ) -> None:
     with pytest.raises(InputError, match="examples"):
-        digits.PermutedDigits(digits.Options(train, test)).tasks("ev", 0)
+        digits.PermutedDigits(Options(train, test)).tasks("ev", 0)
 
 
 def test_fewer_examples_are_a_random_choice_that_differs_by_task_and_seed() -> None:
-    stream = digits.PermutedDigits(digits.Options(train_examples=100))
+    stream = digits.PermutedDigits(Options(train_examples=100))
     chosen = [tuple(t.train.tolist()) for s in (0, 1) for t in stream.tasks("ev", s)]
     assert {len(c) for c in chosen} == {100}
     assert len(set(chosen)) == 34
@@ -264,7 +258,7 @@ def test_a_number_of_examples_that_any_of_the_seeds_lacks_is_refused(what: str) 
     }
     for part in PARTS:
         for count in range(min(fewest[part]) - 1, max(fewest[part]) + 2):
-            stream = digits.SplitDigits(digits.Options(**{what: count}))
+            stream = digits.SplitDigits(Options(**{what: count}))
             for seeds in range(1, 9):
                 least = min(fewest[part][:seeds])
                 if count <= least:

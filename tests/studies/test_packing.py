@@ -1,4 +1,4 @@
-"""Which runs share a fleet, and a fleet a device."""
+"""Which runs share a fleet, and which fleets share a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from onepass.errors import InputError
 from onepass.learners import METHODS
-from onepass.protocol import Run, Setup
+from onepass.protocol import Run, Setup, assemble
 from onepass.studies import packing, work
 from small_study import small
 from toys import ToyStream
@@ -42,11 +42,8 @@ def test_different_packings_agree_within_rounding_over_twenty_steps(name: str) -
 
 
 def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
-    from onepass.protocol import assemble
-
-    feed, fleet, learner = assemble(
-        ToyStream(), "ev", METHODS[name], rows, Setup(hidden=(8,), memory_per_task=6)
-    )
+    setup = Setup(hidden=(8,), memory_per_task=6)
+    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS[name], rows, setup)
     steps = 0
     for phase in range(feed.phases):
         learner.begin_task(phase)
@@ -63,33 +60,31 @@ def parameters_after_20_steps(name: str, rows: list[Run]) -> list[torch.Tensor]:
 def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small()
     stream = work.open_stream(recipe, None)
-    need = packing.bytes_a_row(stream, recipe, "van", "ev")
+    need = packing.bytes_per_row(stream, recipe, "van", "ev")
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == packing.MOST_ROWS["cpu"]
     monkeypatch.setattr(packing, "memory", lambda _: int(2 * 5.5 * need / packing.SHARE))
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 5
     monkeypatch.setattr(packing, "memory", lambda _: need)
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 1
     monkeypatch.setattr(packing, "memory", lambda _: need - 1)
-    with pytest.raises(
-        InputError, match=r"a single run of van does not fit .* leave it out by --methods"
-    ):
+    refused = r"a single run of van does not fit .* leave it out by --methods"
+    with pytest.raises(InputError, match=refused):
         packing.most_rows(stream, recipe, "van", "ev", "cpu", 2)
 
 
 def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small("van,ewc,a-gem")
     stream = work.open_stream(recipe, None)
-    need = {name: packing.bytes_a_row(stream, recipe, name, "ev") for name in recipe.methods}
+    need = {name: packing.bytes_per_row(stream, recipe, name, "ev") for name in recipe.methods}
     parameters = 4 * (64 * 16 + 16 + 16 * 10 + 10)
     assert need["van"] > 4 * parameters
     assert need["ewc"] - need["van"] >= 4 * parameters
-    larger = packing.bytes_a_row(
-        stream, small("a-gem", changes=["memory_per_task=1000"]), "a-gem", "ev"
-    )
+    recipe = small("a-gem", changes=["memory_per_task=1000"])
+    larger = packing.bytes_per_row(stream, recipe, "a-gem", "ev")
     assert larger - need["a-gem"] >= 17 * 900 * 64
 
 
-def test_one_fleet_a_gpu_at_a_time(tmp_path: Path) -> None:
+def test_one_fleet_per_gpu_at_a_time(tmp_path: Path) -> None:
     files = [tmp_path / "gpu0", tmp_path / "gpu1"]
 
     def opened() -> list[int]:

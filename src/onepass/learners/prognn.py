@@ -18,6 +18,7 @@ from onepass.learners.state import counter
 from onepass.memory import EpisodicMemory
 from onepass.models.progressive import Progressive
 from onepass.models.stages import stages
+from onepass.settings import setting
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Options:
     """
 
     input_laterals: bool = False
-    lateral_biases: bool = False
+    lateral_biases: bool = setting(False, later=True)
 
 
 class ProgNN(Learner):

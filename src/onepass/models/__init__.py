@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from onepass.models.initial import Initialisation
 from onepass.models.mlp import mlp
 from onepass.models.norm import Constants
 from onepass.models.resnet import ResNet, Stem
+from onepass.settings import setting
 
 Kind = Literal["mlp", "resnet18-reduced", "resnet18"]
 WIDTHS: dict[Kind, int] = {"resnet18-reduced": 20, "resnet18": 64}
@@ -20,35 +21,38 @@ WIDTHS: dict[Kind, int] = {"resnet18-reduced": 20, "resnet18": 64}
 
 @dataclass(frozen=True)
 class Network:
-    """A network without its inputs and outputs. `hidden` belongs to the MLP, `stem` and `batch_norm` to residual networks."""
+    """The settings of a network, which fit any examples and any number of outputs.
 
-    kind: Kind = "mlp"
-    hidden: Sequence[int] = (256, 256)
-    stem: Stem = "3x3"
-    batch_norm: Constants = "torch"
-    initialisation: Initialisation = "normal"
+    `hidden` belongs to the MLP, `stem` and `batch_norm` to residual networks.
+    """
+
+    network: Kind = setting("mlp", later=True)
+    hidden: tuple[int, ...] = (256, 256)
+    stem: Stem = setting("3x3", later=True)
+    batch_norm: Constants = setting("torch", later=True)
+    initialisation: Initialisation = setting("normal", later=True)
 
     @property
     def convolutional(self) -> bool:
-        return self.kind != "mlp"
+        return self.network != "mlp"
 
-    def check(self, image: tuple[int, int, int] | None) -> None:
-        """Raise unless it can be built for examples that are such images, or none."""
-        if self.convolutional and image is None:
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise unless the network can be built for examples of this shape."""
+        if self.convolutional and len(shape) != 3:
             raise InputError(
-                f"{self.kind} needs a stream of images, such as split-cifar: choose network=mlp for this one"
+                f"{self.network} needs a stream of images, such as split-cifar:"
+                " choose network=mlp for this one"
             )
 
-    def build(self, inputs: int, image: tuple[int, int, int] | None, outputs: int) -> nn.Module:
-        """The network for examples of so many numbers, which are an image of this height, width and channels, or none."""
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """Build the network for examples of this shape: `(D,)` or (height, width, channels)."""
+        self.check(shape)
         if not self.convolutional:
-            return mlp(inputs, self.hidden, outputs, self.initialisation)
-        self.check(image)
-        assert image is not None
+            return mlp(math.prod(shape), self.hidden, outputs, self.initialisation)
         return ResNet(
-            WIDTHS[self.kind],
+            WIDTHS[self.network],
             outputs,
-            channels=image[2],
+            channels=shape[2],
             stem=self.stem,
             batch_norm=self.batch_norm,
             initialisation=self.initialisation,

@@ -13,12 +13,13 @@ Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 def initialise(layer: Layer, how: Initialisation = "normal") -> Layer:
-    """A layer with initial values.
+    """Give a layer its initial values, and return it.
 
-    - `normal`: the A-GEM authors' fully connected layers. Weights from a normal distribution with standard deviation 0.1 cut off at twice that,
-      biases 0.1.
-    - `uniform`: the layers of their residual networks. Weights and biases uniform within `±1/√n` with `n` the inputs of a linear layer, and of
-      a `k×k` convolution `k` times its input channels (not `k²` times).
+    - `normal`: the A-GEM authors' fully connected layers. Weights from a normal distribution with
+      standard deviation 0.1 cut off at twice that, biases 0.1.
+    - `uniform`: the layers of their residual networks. Weights and biases uniform within `±1/√n`
+      with `n` the inputs of a linear layer, and of a `k×k` convolution `k` times its input channels
+      (not `k²` times).
     - `xavier`: GEM's. Weights uniform within `±√(6 / (inputs + outputs))`, biases 0.
     - `torch`: as torch does it.
     """
@@ -41,12 +42,14 @@ def initialise(layer: Layer, how: Initialisation = "normal") -> Layer:
 
 
 def truncated_normal_(values: Tensor, deviation: float) -> None:
-    """A normal distribution cut off at twice its standard deviation, by the inverse of its distribution function.
+    """Draw from a normal distribution cut off at twice its standard deviation.
 
-    Not by torch's own: what that draws from a seed differs from one version of torch to the next, and a run would not be that of its seed.
+    This is by the inverse of its distribution function, and not torch's own: what that draws from a
+    seed differs from one version of torch to the next.
     """
     within = math.erf(math.sqrt(2))
+    most = 2 * deviation
     with torch.no_grad():
         values.uniform_(-within, within).erfinv_().mul_(math.sqrt(2) * deviation).clamp_(
-            -2 * deviation, 2 * deviation
+            -most, most
         )

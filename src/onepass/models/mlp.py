@@ -13,7 +13,9 @@ from onepass.models.initial import Initialisation, initialise
 def mlp(
     inputs: int, hidden: Sequence[int], outputs: int, initialisation: Initialisation = "normal"
 ) -> nn.Sequential:
-    """`inputs – hidden – … – outputs` with ReLU. The paper's network for MNIST is `mlp(784, [256, 256], 10)`.
+    """`inputs – hidden – … – outputs` with ReLU.
+
+    The paper's network for MNIST:
 
     >>> sum(p.numel() for p in mlp(784, [256, 256], 10).parameters())
     269322

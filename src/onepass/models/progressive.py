@@ -11,11 +11,13 @@ from onepass.models.stages import Stage, stages
 
 
 class Progressive(nn.Module):
-    """A column a task: `h_s^k = then(body_s^k(h_{s−1}^k) + Σ_{j<k} lateral_s^{kj} h_{s−1}^j)`. All columns but the last are frozen.
+    """One column per task; all but the last are frozen.
 
-    `build` makes the network of one column. `input_laterals` connects raw inputs laterally too, `lateral_biases` gives every lateral connection a
-    bias of its own, 0.1 at first. Frozen columns are built without values: they
-    get theirs from the network that had one column less.
+    `h_s^k = then(body_s^k(h_{s−1}^k) + Σ_{j<k} lateral_s^{kj} h_{s−1}^j)`
+
+    `build` makes the network of one column. `input_laterals` connects raw inputs laterally too,
+    `lateral_biases` gives every lateral connection a bias of its own, 0.1 at first. Frozen columns
+    are built without values: they get theirs from the network that had one column less.
     """
 
     def __init__(
@@ -26,17 +28,15 @@ class Progressive(nn.Module):
         lateral_biases: bool = False,
     ) -> None:
         super().__init__()
-        self.shown = columns - 1  # the column that answers
+        self.shown = columns - 1  # the column whose outputs are returned
         made = []
         for k in range(columns - 1):
             with torch.device("meta"):
                 frozen = _Column(stages(build()), k, input_laterals, lateral_biases)
-            made.append(
-                frozen.to_empty(device=torch.get_default_device()).requires_grad_(False).eval()
-            )
-        self.columns = nn.ModuleList(
-            [*made, _Column(stages(build()), columns - 1, input_laterals, lateral_biases)]
-        )
+            frozen.to_empty(device=torch.get_default_device()).requires_grad_(False).eval()
+            made.append(frozen)
+        made.append(_Column(stages(build()), columns - 1, input_laterals, lateral_biases))
+        self.columns = nn.ModuleList(made)
 
     def train(self, mode: bool = True) -> Progressive:
         """Frozen columns stay as in evaluation, batch-norm and all."""
@@ -46,16 +46,17 @@ class Progressive(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        columns = [column for column in self.columns if isinstance(column, _Column)][
-            : self.shown + 1
-        ]
+        found = list(self.columns)[: self.shown + 1]
+        columns = [column for column in found if isinstance(column, _Column)]
         levels = [x] * len(columns)  # the inputs of a stage in each column
         for s, then in enumerate(columns[-1].then):
-            left, width = torch.cat(levels[:-1], 1) if len(columns) > 1 else x, levels[0].shape[1]
-            wanted = (
-                range(len(columns)) if s + 1 < len(columns[-1].then) else [len(columns) - 1]
-            )  # only one head answers
-            levels = [then(columns[k].at(s, levels[k], left[:, : k * width])) for k in wanted]
+            left = torch.cat(levels[:-1], 1) if len(columns) > 1 else x
+            width = levels[0].shape[1]
+            is_head = s + 1 == len(columns[-1].then)  # which only the last column needs
+            levels = [
+                then(columns[k].at(s, levels[k], left[:, : k * width]))
+                for k in range(len(columns) - 1 if is_head else 0, len(columns))
+            ]
         return levels[0]
 
 

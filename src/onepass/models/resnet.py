@@ -18,7 +18,10 @@ Stem = Literal["3x3", "7x7", "7x7-pool"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions with batch-norm and a shortcut; the ReLU behind their sum is left to the caller where `last` says so."""
+    """Two 3×3 convolutions with batch-norm and a shortcut.
+
+    The caller applies the ReLU behind the sum of the `last` block.
+    """
 
     def __init__(
         self, inputs: int, outputs: int, stride: int, last: bool, norm: Callable[[int], nn.Module]
@@ -42,12 +45,14 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four layers of basic blocks behind a stem, global average pooling and one linear head; `width` feature maps in the first layer.
+    """Four layers of basic blocks behind a stem, global average pooling and one linear head.
 
-    `ResNet(20, 100)` is the reduced ResNet-18 of the paper, `ResNet(64, 1000, stem="7x7-pool")` torchvision's ResNet-18, and
-    `ResNet(64, 100, stem="7x7")` the paper's larger network, whose stem does not pool.
+    The first layer has `width` feature maps. `ResNet(20, 100)` is the reduced ResNet-18 of the
+    paper, and `ResNet(64, 100, stem="7x7")` its larger network, whose stem does not pool.
+    Torchvision's ResNet-18 is `ResNet(64, 1000, stem="7x7-pool")`.
 
-    >>> [sum(p.numel() for p in net.parameters()) for net in (ResNet(20, 100), ResNet(64, 1000, stem="7x7-pool"))]
+    >>> nets = ResNet(20, 100), ResNet(64, 1000, stem="7x7-pool")
+    >>> [sum(p.numel() for p in net.parameters()) for net in nets]
     [1109240, 11689512]
     """
 
@@ -64,26 +69,19 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         norm = partial(BatchNorm, constants=batch_norm)
-        self.conv1 = (
-            nn.Conv2d(channels, width, 3, 1, 1, bias=False)
-            if stem == "3x3"
-            else nn.Conv2d(channels, width, 7, 2, 3, bias=False)
-        )
+        size, stride = (3, 1) if stem == "3x3" else (7, 2)
+        self.conv1 = nn.Conv2d(channels, width, size, stride, size // 2, bias=False)
         self.bn1 = norm(width)
         self._pools = stem == "7x7-pool"
         self._names: list[str] = []
         inputs = width
         for level, count in enumerate(blocks):
-            size, stride = width * 2**level, 1 if level == 0 else 2
-            layer = [
-                BasicBlock(
-                    inputs if b == 0 else size, size, stride if b == 0 else 1, b == count - 1, norm
-                )
-                for b in range(count)
-            ]
+            outer, stride = width * 2**level, 1 if level == 0 else 2
+            layer = [BasicBlock(inputs, outer, stride, count == 1, norm)]
+            layer += [BasicBlock(outer, outer, 1, b == count - 1, norm) for b in range(1, count)]
             self._names.append(f"layer{level + 1}")
             self.add_module(self._names[-1], nn.Sequential(*layer))
-            inputs = size
+            inputs = outer
         self.fc = nn.Linear(inputs, outputs)
         for part in self.modules():
             if isinstance(part, nn.Conv2d):
@@ -96,17 +94,14 @@ class ResNet(nn.Module):
         return x
 
     def stages(self) -> list[Stage]:
-        """Stem, layers and head. Lateral connections between layers are 1×1 convolutions, added before the ReLU.
+        """Stem, layers and head.
 
-        They are initialised as linear layers are, from a normal distribution, as in the A-GEM authors' code.
+        Lateral connections between layers are 1×1 convolutions, added before the ReLU. They are
+        initialised as linear layers are, from a normal distribution, as in the A-GEM authors' code.
         """
-        made = [
-            Stage(
-                nn.Sequential(self.conv1, self.bn1),
-                _stem_pooled if self._pools else torch.relu,
-                partial(_lateral, self.conv1),
-            )
-        ]
+        stem = nn.Sequential(self.conv1, self.bn1)
+        then = _stem_pooled if self._pools else torch.relu
+        made = [Stage(stem, then, partial(_lateral, self.conv1))]
         for name in self._names:
             layer = self.get_submodule(name)
             assert isinstance(layer, nn.Sequential)

@@ -13,8 +13,11 @@ from onepass.models.initial import initialise
 
 @dataclass(frozen=True)
 class Stage:
-    """One level of a network: `h ← then(body(h))`. `lateral(columns)` makes a module that maps the inputs of this level in so many other
-    columns, side by side, to what can be added to the output of `body`."""
+    """One level of a network: `h ← then(body(h))`.
+
+    `lateral(columns)` makes a module that maps the inputs of this level in that many other columns,
+    side by side, to what can be added to the output of `body`.
+    """
 
     body: nn.Module
     then: Callable[[Tensor], Tensor]
@@ -22,20 +25,18 @@ class Stage:
 
 
 def stages(module: nn.Module) -> list[Stage]:
-    """The stages of a fully connected network or of any module that has a method `stages()`; the last one is its head."""
+    """The stages of an MLP, or of a module with a method `stages()`; the last one is its head."""
     own = getattr(module, "stages", None)
     if own is not None:
         found: list[Stage] = own()
         return found
     layers = list(module) if isinstance(module, nn.Sequential) else []
     linear = [layer for layer in layers[::2] if isinstance(layer, nn.Linear)]
-    if (
-        not linear
-        or len(layers) != 2 * len(linear) - 1
-        or not all(isinstance(layer, nn.ReLU) for layer in layers[1::2])
-    ):
+    separated = all(isinstance(layer, nn.ReLU) for layer in layers[1::2])
+    if not linear or len(layers) != 2 * len(linear) - 1 or not separated:
         raise InputError(
-            "prog-nn needs a network that it can take apart: an MLP, a residual net, or a module with a method stages() (see onepass.models.stages)"
+            "prog-nn needs a network that it can take apart: an MLP, a residual net,"
+            " or a module with a method stages() (see onepass.models.stages)"
         )
     return [
         Stage(layer, identity if layer is linear[-1] else nn.functional.relu, lateral_of(layer))
@@ -44,7 +45,7 @@ def stages(module: nn.Module) -> list[Stage]:
 
 
 def lateral_of(layer: nn.Linear) -> Callable[[int], nn.Module]:
-    """Lateral connections into a linear layer: a matrix of its own for each column, initialised as the layers of the MLP are."""
+    """Lateral connections into a linear layer: one matrix per column, initialised as an MLP."""
     return lambda columns: initialise(
         nn.Linear(columns * layer.in_features, layer.out_features, bias=False)
     )

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from onepass.engine.slots import Slots
 from onepass.errors import InputError, first_line
 from onepass.learners import method
 from onepass.metrics import Record, Summary
@@ -137,8 +138,10 @@ class Companions:
 
 
 def sizes(recipe: Recipe) -> Sizes:
-    """P and H of the recipe's network, built without values; H are its hidden units, "the total size of the network hidden state": of a residual
-    network the numbers in the feature maps behind its batch-norms.
+    """Count P and H of the recipe's network, built without values.
+
+    H are its hidden units, "the total size of the network hidden state": of a residual network the
+    numbers in the feature maps behind its batch-norms.
 
     >>> from onepass.studies.recipe import load
     >>> sizes(load("permuted-mnist"))
@@ -146,32 +149,29 @@ def sizes(recipe: Recipe) -> Sizes:
     >>> sizes(load("split-cifar"))
     Sizes(P=1106825, B=10, H=192000, M=65, M_all=1105, T=17, example=3072)
     """
-    entry, tasks = stream(recipe.stream), TASKS["ev"]
-    classes = getattr(recipe.make_stream_options(), "classes_per_task", None)
-    outputs = entry.outputs if classes is None else tasks * classes
+    entry, setup, tasks = stream(recipe.stream), recipe.setup(), TASKS["ev"]
+    shape = entry.kind.shape
+    outputs = Slots(entry.heads("ev", recipe.make_stream_options())).count
     try:
         with torch.device("meta"):
-            network = recipe.setup().model().build(entry.inputs, entry.image, outputs)
+            network = setup.build(shape, outputs)
     except RuntimeError as reason:
         raise InputError(
-            f"the network of this study cannot be built ({first_line(reason)}): hidden={recipe.hidden[:5]} is too large"
+            f"the network of this study cannot be built ({first_line(reason)}):"
+            f" hidden={list(setup.hidden[:5])} is too large"
         ) from None
-    parameters = sum(p.numel() for p in network.parameters())
-    memory = recipe.memory_per_task
-    hidden = (
-        sum(recipe.hidden)
-        if entry.image is None or recipe.network == "mlp"
-        else _feature_maps(network, entry.image)
-    )
-    return Sizes(parameters, recipe.batch_size, hidden, memory, tasks * memory, tasks, entry.inputs)
+    hidden = _feature_maps(network, shape) if setup.convolutional else sum(setup.hidden)
+    parameters, memory = sum(p.numel() for p in network.parameters()), setup.memory_per_task
+    example = math.prod(shape)
+    return Sizes(parameters, setup.batch_size, hidden, memory, tasks * memory, tasks, example)
 
 
-def _feature_maps(network: nn.Module, image: tuple[int, int, int]) -> int:
+def _feature_maps(network: nn.Module, shape: tuple[int, ...]) -> int:
     made: list[int] = []
     for part in network.modules():
         if isinstance(part, nn.BatchNorm2d):
             part.register_forward_hook(lambda _, __, out: made.append(out.numel()))
-    height, width, channels = image
+    height, width, channels = shape
     network.eval()(torch.empty(1, channels, height, width, device="meta"))
     return sum(made)
 

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from onepass.report.table import summaries
-from onepass.studies.recipe import KnownDifference, Recipe, from_stored, known_differences
+from onepass.studies.paper import KnownDifference, known_differences
+from onepass.studies.recipe import Recipe, from_stored
 from onepass.studies.results import Result, results
 from onepass.studies.store import Store
 

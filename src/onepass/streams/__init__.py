@@ -2,69 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from onepass.errors import unknown
-from onepass.streams import cifar, digits, mnist
-from onepass.streams.base import Stream
+from onepass.streams import digits, mnist, split_cifar
+from onepass.streams.base import Heads, Options, Part, Stream
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How a stream is made: `make(options, data)` with a folder that holds its data set (None: it brings its own)."""
+    """A stream of the registry. `kind(options, data)` makes it, with a folder that has its data."""
 
-    make: Callable[[Any, str | None], Stream]
+    kind: type[Stream]
     options: type
-    data: str | None  # the data set it needs
-    own_classes: bool  # does every class belong to one task only?
+    data: str | None  # the data set it needs; None: it brings its own
     summary: str
-    inputs: int  # numbers of an example, which is as many bytes
-    outputs: int  # of a network for `D^EV`; both are known here since a study can be looked at where its data set is not
-    image: tuple[int, int, int] | None = (
-        None  # its height, width and channels, where an example is an image
-    )
+
+    def make(self, options: Any, data: str | None) -> Stream:
+        return self.kind(options, data)  # type: ignore[call-arg]
+
+    def heads(self, part: Part, options: Any) -> Heads:
+        """The heads of a part, known without the data. An option `classes_per_task` comes first."""
+        width = getattr(options, "classes_per_task", self.kind.classes_per_task)
+        return self.kind.layout(part, width)
 
 
 STREAMS: dict[str, Entry] = {
     "permuted-digits": Entry(
         digits.PermutedDigits,
-        digits.Options,
+        Options,
         None,
-        False,
         "scikit-learn's 8×8 digits, pixels permuted anew by each of 20 tasks",
-        64,
-        10,
     ),
     "split-digits": Entry(
         digits.SplitDigits,
-        digits.Options,
+        Options,
         None,
-        True,
-        "the same digits in four rotations: 40 classes, 20 tasks of 2, a head a task",
-        64,
-        34,
-        (8, 8, 1),
+        "the same digits in four rotations: 40 classes, 20 tasks of 2, one head per task",
     ),
     "permuted-mnist": Entry(
         mnist.PermutedMnist,
         mnist.Options,
         "mnist",
-        False,
         "MNIST, pixels permuted anew by each of 20 tasks: the paper's first",
-        784,
-        10,
     ),
     "split-cifar": Entry(
-        cifar.SplitCifar,
-        cifar.Options,
+        split_cifar.SplitCifar,
+        split_cifar.Options,
         "cifar100",
-        True,
-        "CIFAR-100, 20 tasks of 5 classes, a head a task: the paper's second",
-        3072,
-        85,
-        (32, 32, 3),
+        "CIFAR-100, 20 tasks of 5 classes, one head per task: the paper's second",
     ),
 }
 

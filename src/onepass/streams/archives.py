@@ -15,7 +15,7 @@ class DamagedError(ValueError):
 
 
 class _Bounded(GzipFile):
-    """Stops before more than `most` bytes are unpacked: a header may ask for any number."""
+    """Raises before more than `most` bytes are unpacked: a header may ask for any number."""
 
     most: int
 
@@ -33,13 +33,14 @@ class _Bounded(GzipFile):
 
 
 def members(path: Path, names: Collection[str], most: int) -> Iterator[tuple[str, bytes]]:
-    """The plain files of these names, in the order of the archive. At most `most` bytes are unpacked."""
+    """Yield the plain files of these names, in the archive's order; unpack at most `most` bytes."""
     try:
         with _Bounded(path) as packed:
             packed.most = most
             with tarfile.open(fileobj=packed, mode="r:") as archive:
-                # As they come: to look for one by name is to decompress everything once more.
-                # Plain files only: a link may lead in a circle, and one with holes may be of any size.
+                # As they come: to look for one by name decompresses everything once more.
+                # Plain files only: a link may lead in a circle, and a file with holes may be of
+                # any size.
                 for member in archive:
                     plain = member.isreg() and not member.issparse()
                     file = archive.extractfile(member) if member.name in names and plain else None

@@ -1,11 +1,12 @@
-"""Where tasks come from: a pool of examples that lies on the device once, as bytes, and tasks that point into it."""
+"""Where tasks come from: a pool of examples, as bytes, and tasks that point into it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +20,19 @@ TASKS: dict[Part, int] = {"cv": 3, "ev": 17}
 
 
 @dataclass(frozen=True)
-class Pool:
-    """All examples of a data set: `x [N, D]` as bytes, `classes [N]`, and how many of them, from the front, are training examples.
+class Options:
+    """How many examples of each task are used; all by default."""
 
-    Images lie row by row, the channels of a pixel side by side: as convolutions on a GPU want them.
+    train_examples: int | None = None
+    test_examples: int | None = None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All examples of a data set: `x [N, D]` as bytes and `classes [N]`.
+
+    The first `training` ones are training examples, the others are test examples. Images lie row
+    by row, the channels of a pixel side by side, as convolutions on a GPU want them.
     """
 
     x: Tensor
@@ -30,7 +40,14 @@ class Pool:
     training: int
     scale: float  # bytes times this, plus the offset, are the inputs of the network
     offset: Tensor | None = None  # [D], minus the mean
-    shape: tuple[int, int, int] | None = None  # height, width and channels of an image
+    shape: tuple[int, ...] = ()  # of an example: height, width and channels of an image, else (D,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.shape or tuple(self.x.shape[1:]))
+
+    @cached_property
+    def class_count(self) -> int:
+        return int(self.classes.max()) + 1
 
     def prepare(self, x: Tensor) -> Tensor:
         """Inputs `[…, D]` from stored bytes."""
@@ -40,7 +57,6 @@ class Pool:
 
     def prepare_images(self, x: Tensor) -> Tensor:
         """Inputs `[…, channels, height, width]` from stored bytes, channels last in memory."""
-        assert self.shape is not None
         return self.prepare(x).view(*x.shape[:-1], *self.shape).movedim(-1, -3)
 
     def on(self, device: torch.device | str) -> Pool:
@@ -50,33 +66,41 @@ class Pool:
 
 @dataclass(frozen=True)
 class Task:
-    """One task: training and test examples as indices into the pool, the slot of each class (−1: not in this task), and its descriptor.
+    """One task: its examples as indices into the pool, and the slot of each class.
 
-    `permutation` reorders the pixels of every example. The descriptor is what the learner is told about the task: here its number.
+    The slot of a class of other tasks is −1. `permutation` reorders the pixels of every example.
     """
 
     train: Tensor
     test: Tensor
     slot_of_class: Tensor
     permutation: Tensor | None
-    descriptor: Tensor
 
 
 class Stream(ABC):
-    """A stream of tasks for every seed: 3 for cross-validation, 17 for evaluation, made by disjoint generators.
+    """A stream of tasks for every seed: 3 for cross-validation, 17 for evaluation.
 
-    Whatever the seed, no task of one part occurs in the other: hyper-parameters chosen on `D^CV` have seen nothing of `D^EV`.
+    Whatever the seed, no task of one part occurs in the other: hyper-parameters chosen on `D^CV`
+    have seen nothing of `D^EV`. The classes of the registry's streams declare their sizes, so that
+    a study can be inspected without its data set.
     """
 
-    name: str
-    summary: str
+    shape: ClassVar[tuple[int, ...]]  # of an example, as in `Pool`
+    own_classes: ClassVar[bool]  # whether every class belongs to one task only
+    classes_per_task: int
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    @abstractmethod
+    @classmethod
+    def layout(cls, part: Part, classes_per_task: int) -> Heads:
+        """The heads of a part: one per task where tasks have classes of their own, else shared."""
+        make = separate_heads if cls.own_classes else shared_heads
+        return make(TASKS[part], classes_per_task)
+
     def heads(self, part: Part) -> Heads:
-        """The outputs of a network that each task of this part has."""
+        """For each task of this part, the outputs of a network that are its classes."""
+        return self.layout(part, self.classes_per_task)
 
     @abstractmethod
     def tasks(self, part: Part, seed: int) -> list[Task]:
@@ -104,19 +128,23 @@ def subset(index: Tensor, count: int | None, seed: int, step: int, what: str) ->
         return index
     if not 0 < count <= len(index):
         raise InputError(
-            f"{what}={count} is not possible: a task of this stream has between 1 and {len(index)} of them"
+            f"{what}={count} is not possible:"
+            f" a task of this stream has between 1 and {len(index)} of them"
         )
-    return index[
-        RandomNumbers([seed], Purpose.SUBSET).sample(step, [len(index)], count)[0].sort().values
-    ]
+    chosen = RandomNumbers([seed], Purpose.SUBSET).sample(step, [len(index)], count)[0]
+    return index[chosen.sort().values]
 
 
 class PermutedStream(Stream):
-    """All examples in every task, the pixels of each task reordered by a permutation of its own (the first task's too); one shared head.
+    """All examples in every task, each task with a permutation of the pixels; one shared head.
 
-    Permutations of `D^CV` are even and those of `D^EV` odd, so that the two parts are disjoint by construction. With `leaking` they are not:
-    the tasks of `D^CV` are the first ones of `D^EV`, as in the A-GEM authors' code.
+    The first task has a permutation too. Permutations of `D^CV` are even and those of `D^EV` odd,
+    so that the two parts are disjoint by construction. With `leaking` they are not: the tasks of
+    `D^CV` are the first ones of `D^EV`, as in the A-GEM authors' code.
     """
+
+    own_classes = False
+    classes_per_task = 0  # those of the pool, unless a subclass says how many
 
     def __init__(
         self,
@@ -126,42 +154,31 @@ class PermutedStream(Stream):
         leaking: bool = False,
     ) -> None:
         super().__init__(pool)
-        self.train_examples, self.test_examples, self.leaking = (
-            train_examples,
-            test_examples,
-            leaking,
-        )
-        self.classes = int(pool.classes.max()) + 1
+        self.classes_per_task = self.classes_per_task or pool.class_count
+        self.train_examples = train_examples
+        self.test_examples = test_examples
+        self.leaking = leaking
         self._train, self._test = torch.arange(len(pool.x)).tensor_split([pool.training])
-
-    def heads(self, part: Part) -> Heads:
-        return shared_heads(TASKS[part], self.classes)
 
     def check(self, part: Part, seeds: Sequence[int]) -> None:
         super().check(part, seeds[:1])  # the tasks of all runs are of the same size
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
+        permutations = RandomNumbers([seed], Purpose.PERMUTATION)
         made = []
         for k in range(TASKS[part]):
             number = k if part == "cv" and not self.leaking else TASKS["cv"] + k
-            order = RandomNumbers([seed], Purpose.PERMUTATION).permutation(
-                number, [self.pool.x.shape[1]]
-            )[0]
+            order = permutations.permutation(number, [self.pool.x.shape[1]])[0]
             if is_odd(order) != (number >= TASKS["cv"]):
                 order[:2] = order[:2].flip(0)
-            made.append(
-                Task(
-                    train=subset(
-                        self._train, self.train_examples, seed, 2 * number, "train_examples"
-                    ),
-                    test=subset(
-                        self._test, self.test_examples, seed, 2 * number + 1, "test_examples"
-                    ),
-                    slot_of_class=torch.arange(self.classes),
-                    permutation=order,
-                    descriptor=torch.tensor(k),
-                )
+            step = 2 * number
+            task = Task(
+                train=subset(self._train, self.train_examples, seed, step, "train_examples"),
+                test=subset(self._test, self.test_examples, seed, step + 1, "test_examples"),
+                slot_of_class=torch.arange(self.classes_per_task),
+                permutation=order,
             )
+            made.append(task)
         return made
 
 
@@ -183,7 +200,12 @@ def is_odd(permutation: Tensor) -> bool:
 
 
 class SplitStream(Stream):
-    """Disjoint sets of classes, a head a task. The first classes are those of `D^CV`, the same for all seeds; seeds shuffle within a part."""
+    """Disjoint sets of classes, one head per task.
+
+    The first classes are those of `D^CV`, the same for all seeds; seeds shuffle within a part.
+    """
+
+    own_classes = True
 
     def __init__(
         self,
@@ -194,34 +216,26 @@ class SplitStream(Stream):
     ) -> None:
         super().__init__(pool)
         self.classes_per_task = classes_per_task
-        self.train_examples, self.test_examples = train_examples, test_examples
-        self.classes = int(pool.classes.max()) + 1
-
-    def heads(self, part: Part) -> Heads:
-        return separate_heads(TASKS[part], self.classes_per_task)
+        self.train_examples = train_examples
+        self.test_examples = test_examples
 
     def classes_of(self, part: Part) -> tuple[int, int]:
         """The first class of a part, and the one behind its last."""
         reserved = TASKS["cv"] * self.classes_per_task
-        return (
-            (0, reserved)
-            if part == "cv"
-            else (reserved, reserved + TASKS["ev"] * self.classes_per_task)
-        )
+        if part == "cv":
+            return 0, reserved
+        return reserved, reserved + TASKS["ev"] * self.classes_per_task
 
     def order(self, part: Part, seed: int) -> Tensor:
-        """The classes of a part as the tasks of a run take them."""
+        """The classes of a part in the order in which the tasks of a run take them."""
         first, end = self.classes_of(part)
-        return (
-            first
-            + RandomNumbers([seed], Purpose.CLASSES).permutation(int(part == "ev"), [end - first])[
-                0
-            ]
-        )
+        shuffling = RandomNumbers([seed], Purpose.CLASSES)
+        return first + shuffling.permutation(int(part == "ev"), [end - first])[0]
 
     def check(self, part: Part, seeds: Sequence[int]) -> None:
         super().check(part, seeds[:1])
         first, end = self.classes_of(part)
+        width = self.classes_per_task
         training, tests = self.pool.classes.tensor_split([self.pool.training])
         for what, count, classes in (
             ("train_examples", self.train_examples, training),
@@ -229,36 +243,31 @@ class SplitStream(Stream):
         ):
             if count is None:
                 continue
-            sizes = torch.bincount(classes, minlength=self.classes)
+            sizes = torch.bincount(classes, minlength=self.pool.class_count)
             # However a seed orders the classes, a task has at least the smallest ones.
-            always = int(sizes[first:end].sort().values[: self.classes_per_task].sum())
+            always = int(sizes[first:end].sort().values[:width].sum())
             for seed in seeds if count > always else ():
-                fewest = int(
-                    sizes[self.order(part, seed)].view(-1, self.classes_per_task).sum(1).min()
-                )
+                fewest = int(sizes[self.order(part, seed)].view(-1, width).sum(1).min())
                 if count > fewest:
                     raise InputError(
-                        f"{what}={count} is not possible: a task of seed {seed} has only {fewest} of them; {always} fit every seed"
+                        f"{what}={count} is not possible: a task of seed {seed} has only {fewest}"
+                        f" of them; {always} fit every seed"
                     )
 
     def tasks(self, part: Part, seed: int) -> list[Task]:
         width, made = self.classes_per_task, []
         for k, chosen in enumerate(self.order(part, seed).view(-1, width)):
-            slot_of_class = torch.full((self.classes,), -1)
+            slot_of_class = torch.full((self.pool.class_count,), -1)
             slot_of_class[chosen] = torch.arange(k * width, (k + 1) * width)
             members = torch.isin(self.pool.classes, chosen).nonzero()[:, 0]
-            train, test = (
-                members[members < self.pool.training],
-                members[members >= self.pool.training],
-            )
+            train = members[members < self.pool.training]
+            test = members[members >= self.pool.training]
             step = 4 * k + 2 * (part == "ev")
-            made.append(
-                Task(
-                    train=subset(train, self.train_examples, seed, step, "train_examples"),
-                    test=subset(test, self.test_examples, seed, step + 1, "test_examples"),
-                    slot_of_class=slot_of_class,
-                    permutation=None,
-                    descriptor=torch.tensor(k),
-                )
+            task = Task(
+                train=subset(train, self.train_examples, seed, step, "train_examples"),
+                test=subset(test, self.test_examples, seed, step + 1, "test_examples"),
+                slot_of_class=slot_of_class,
+                permutation=None,
             )
+            made.append(task)
         return made

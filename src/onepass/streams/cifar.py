@@ -1,4 +1,4 @@
-"""Split CIFAR: CIFAR-100 in disjoint sets of classes, the paper's second stream."""
+"""CIFAR-100 in any form it is published in: binary, Python's pickles, archives, or images."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from onepass.errors import InputError, first_line, unknown
+from onepass.errors import InputError, first_line
 from onepass.streams import archives, pickles, png
-from onepass.streams.base import TASKS, Part, Pool, SplitStream
 
 Form = Literal["binary", "python", "images"]
-Mean = Literal["image", "channel"]
-ClassOrder = Literal["seed", "authors"]
 Images = tuple[NDArray[np.uint8], NDArray[np.int64]]  # [N, pixels, 3] and the class of each
 
 CLASSES, SIDE = 100, 32
@@ -40,7 +35,7 @@ ANEW = "delete it and fetch it anew with 'onepass data get cifar100'"
 
 @dataclass(frozen=True)
 class Source:
-    """Where CIFAR-100 lies: `path` is a published archive, or the folder with the files or folders `train` and `test`."""
+    """Where CIFAR-100 lies: a published archive, or the folder that has `train` and `test`."""
 
     path: Path
     form: Form
@@ -54,15 +49,12 @@ class Source:
         if self.is_archive:
             return [] if self.path.is_file() else [str(self.path)]
         parts = [self.path / f"{part}{SUFFIX.get(self.form, '')}" for part in EACH]
-        return [
-            str(part)
-            for part in parts
-            if not (part.is_dir() if self.form == "images" else part.is_file())
-        ]
+        is_there = Path.is_dir if self.form == "images" else Path.is_file
+        return [str(part) for part in parts if not is_there(part)]
 
 
 def find(folder: Path) -> Source | None:
-    """CIFAR-100 in a folder or in its subfolder `cifar100`: unpacked, in an archive or as images; None if it is not there."""
+    """CIFAR-100 in a folder or in its subfolder `cifar100`; None if it is not there."""
     return next((source for source in _sources(folder) if not source.missing()), None)
 
 
@@ -70,15 +62,17 @@ def missing(folder: Path) -> list[str]:
     """The part that a folder lacks although it has the other one."""
     for source in _sources(folder):
         lacking = source.missing()
-        # Other data sets have folders of the names train and test too.
-        others = (
-            source.form == "images"
-            and len(_folders_in(source.path / "train") or _folders_in(source.path / "test"))
-            != CLASSES
-        )
-        if len(lacking) == 1 and not source.is_archive and not others:
+        if len(lacking) == 1 and not source.is_archive and not _is_of_others(source):
             return lacking
     return []
+
+
+def _is_of_others(source: Source) -> bool:
+    """Whether `train` and `test` are folders of another data set, which may have the same names."""
+    if source.form != "images":
+        return False
+    there = _folders_in(source.path / "train") or _folders_in(source.path / "test")
+    return len(there) != CLASSES
 
 
 def _sources(folder: Path) -> Iterator[Source]:
@@ -95,22 +89,22 @@ def _sources(folder: Path) -> Iterator[Source]:
 
 
 def read(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
-    """All images `[60000, 3072]`, training images first, the channels of a pixel side by side; their classes; how many are for training."""
+    """All images `[60000, 3072]`, their classes, and how many of them are for training.
+
+    Training images come first, and the channels of a pixel lie side by side.
+    """
     try:
         source = find(folder)
     except OSError as reason:
-        raise InputError(
-            f"{folder} cannot be read ({reason.strerror or first_line(reason)}): name another folder"
-        ) from None
+        why = reason.strerror or first_line(reason)
+        raise InputError(f"{folder} cannot be read ({why}): name another folder") from None
     if source is None:
         raise InputError(
             f"there is no CIFAR-100 in {folder}: fetch it with 'onepass data get cifar100'"
         )
     training, tests = (CLASSES * each for each in EACH.values())
-    x, classes = (
-        np.empty((training + tests, PIXELS, 3), np.uint8),
-        np.empty(training + tests, np.int64),
-    )
+    x = np.empty((training + tests, PIXELS, 3), np.uint8)
+    classes = np.empty(training + tests, np.int64)
     try:
         for part, (images, labels) in _parts(source):
             rows = slice(training) if part == "train" else slice(training, None)
@@ -118,9 +112,8 @@ def read(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
             for channel in range(3):  # seven times as fast as all at once, for planes of channels
                 x[rows, :, channel] = images[:, :, channel]
     except OSError as reason:
-        raise InputError(
-            f"{reason.filename or source.path} cannot be read ({reason.strerror or first_line(reason)}): {ANEW}"
-        ) from None
+        where, why = reason.filename or source.path, reason.strerror or first_line(reason)
+        raise InputError(f"{where} cannot be read ({why}): {ANEW}") from None
     return x.reshape(len(x), -1), classes, training
 
 
@@ -151,24 +144,22 @@ def _archived(source: Source) -> Iterator[tuple[str, str, bytes]]:
                 f"{source.path} has {size} bytes, and CIFAR-100 has at most {most} there: {ANEW}"
             )
         if file_digest(packed, "md5").hexdigest() != ARCHIVES[source.path.name]:
-            raise InputError(
-                f"{source.path} is truncated or altered (its checksum is wrong): {ANEW}"
-            )
+            wrong = "is truncated or altered (its checksum is wrong)"
+            raise InputError(f"{source.path} {wrong}: {ANEW}")
     try:
         for name, content in archives.members(source.path, missing, most):
             part, where = missing.pop(name), f"{name} in {source.path}"
             _check_size(len(content), part, source.form, where)
             yield part, where, content
     except archives.DamagedError as reason:
-        raise InputError(
-            f"{source.path} cannot be unpacked ({first_line(reason)}): {ANEW}"
-        ) from None
+        why = first_line(reason)
+        raise InputError(f"{source.path} cannot be unpacked ({why}): {ANEW}") from None
     if missing:
         raise InputError(f"{source.path} lacks {' and '.join(missing)}: {ANEW}")
 
 
 def _most_bytes(part: str) -> int:
-    """More than any form of a part takes.
+    """Return more bytes than any form of a part takes.
 
     Bytes written as text take one and a half times their room, and an image has a name and labels.
     """
@@ -178,18 +169,17 @@ def _most_bytes(part: str) -> int:
 def _check_size(size: int, part: str, form: Form, where: str) -> None:
     """Raise before anything is read if a file is too large; a binary one has exactly one size."""
     count, record = CLASSES * EACH[part], 2 + 3 * PIXELS
+    expected = None
     if form == "binary" and size != count * record:
-        raise InputError(
-            f"{where} has {size} bytes, and CIFAR-100 has {count} records of {record} there: {ANEW}"
-        )
-    if size > _most_bytes(part):
-        raise InputError(
-            f"{where} has {size} bytes, and CIFAR-100 has at most {_most_bytes(part)} there: {ANEW}"
-        )
+        expected = f"{count} records of {record}"
+    elif size > _most_bytes(part):
+        expected = f"at most {_most_bytes(part)}"
+    if expected is not None:
+        raise InputError(f"{where} has {size} bytes, and CIFAR-100 has {expected} there: {ANEW}")
 
 
 def _records(content: bytes, part: str, where: str) -> Images:
-    """The binary version: a coarse label, a fine one and the planes of red, green and blue for each image."""
+    """The binary version: for each image a coarse label, a fine one, and planes of its colours."""
     records = np.frombuffer(content, np.uint8).reshape(CLASSES * EACH[part], 2 + 3 * PIXELS)
     return _of_planes(records[:, 2:]), _checked(records[:, 1].astype(np.int64), part, where)
 
@@ -200,28 +190,26 @@ def _pickled(content: bytes, part: str, where: str) -> Images:
         found = pickles.load(content, most=OPERATIONS * CLASSES * EACH[part] + 1000)
         if not isinstance(found, dict):
             raise ValueError("it holds no dictionary")
-        planes, labels = pickles.array_of_bytes(_entry(found, "data")), _entry(found, "fine_labels")
+        planes = pickles.array_of_bytes(_entry(found, "data"))
+        labels = _entry(found, "fine_labels")
         if planes is None:
             raise ValueError("its data are not an array of bytes")
         if planes.ndim != 2 or planes.shape[1] != 3 * PIXELS:
             raise ValueError(f"its data have the shape {planes.shape}")
-        if (
-            not isinstance(labels, list | tuple)
-            or set(map(type, labels)) != {int}
-            or len(labels) != len(planes)
-        ):
+        counted = isinstance(labels, list | tuple) and len(labels) == len(planes)
+        if not counted or set(map(type, labels)) != {int}:
             raise ValueError("its fine_labels are not a number for each image")
         numbers = np.array(labels)
         if numbers.dtype.kind != "i":
             raise ValueError("its fine_labels are not a number for each image")
     except pickles.ForeignNameError as asked:
         raise InputError(
-            f"{where} asks for {asked}, which is no part of CIFAR-100, and was not read further: {ANEW}"
+            f"{where} asks for {asked},"
+            f" which is no part of CIFAR-100, and was not read further: {ANEW}"
         ) from None
     except ValueError as reason:
-        raise InputError(
-            f"{where} is not a pickle of CIFAR-100 ({first_line(reason)}): {ANEW}"
-        ) from None
+        why = first_line(reason)
+        raise InputError(f"{where} is not a pickle of CIFAR-100 ({why}): {ANEW}") from None
     return _of_planes(planes), _checked(numbers.astype(np.int64), part, where)
 
 
@@ -237,17 +225,20 @@ def _of_planes(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _folders(place: Path) -> Iterator[tuple[str, Images]]:
-    """A folder a class with its images, in `train` and in `test`: the order of their names is that of the classes."""
+    """A folder of images for each class, in `train` and in `test`.
+
+    The order of their names is that of the classes.
+    """
     names = {part: _class_folders(place / part) for part in EACH}
     if names["train"] != names["test"]:
         raise InputError(
-            f"{place}/train and {place}/test do not have the same folders: each class of CIFAR-100 needs one in both"
+            f"{place}/train and {place}/test do not have the same folders:"
+            " each class of CIFAR-100 needs one in both"
         )
     for part in EACH:
         paths = [sorted((place / part / name).glob("*.png")) for name in names[part]]
-        labels = _checked(
-            np.repeat(np.arange(len(paths)), [len(some) for some in paths]), part, str(place / part)
-        )
+        found = np.repeat(np.arange(len(paths)), [len(some) for some in paths])
+        labels = _checked(found, part, str(place / part))
         images = np.empty((len(labels), PIXELS, 3), np.uint8)
         for image, path in zip(images, (path for some in paths for path in some), strict=True):
             image[:] = _image(path)
@@ -258,25 +249,19 @@ def _class_folders(place: Path) -> list[str]:
     names = _folders_in(place)
     if len(names) != CLASSES:
         raise InputError(
-            f"{place} has {len(names)} folders, and CIFAR-100 has {CLASSES} classes: make a folder of images for each"
+            f"{place} has {len(names)} folders, and CIFAR-100 has {CLASSES} classes:"
+            " make a folder of images for each"
         )
-    return (
-        sorted(names, key=lambda name: (int(name), name))
-        if all(name.isdecimal() for name in names)
-        else sorted(names)
-    )
+    if all(name.isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
 
 
 def _folders_in(place: Path) -> list[str]:
-    return (
-        [
-            entry.name
-            for entry in place.iterdir()
-            if entry.is_dir() and not entry.name.startswith(".")
-        ]
-        if place.is_dir()
-        else []
-    )
+    if not place.is_dir():
+        return []
+    folders = (entry.name for entry in place.iterdir() if entry.is_dir())
+    return [name for name in folders if not name.startswith(".")]
 
 
 def _image(path: Path) -> NDArray[np.uint8]:
@@ -299,93 +284,32 @@ def _image(path: Path) -> NDArray[np.uint8]:
                 raise ValueError("its palette lacks a colour")
             if image.mode in ("LA", "RGBA") and values[:, :, -1].min() < 255:
                 raise ValueError("it has transparent pixels")
-            return (values if image.mode == "RGB" else np.asarray(image.convert("RGB"))).reshape(
-                PIXELS, 3
-            )
+            if image.mode != "RGB":
+                values = np.asarray(image.convert("RGB"))
+            return values.reshape(PIXELS, 3)
     except Exception as reason:  # a damaged image fails in many ways
-        raise InputError(
-            f"{path} is not an image of CIFAR-100 ({first_line(reason)}): replace it"
-        ) from None
+        why = first_line(reason)
+        raise InputError(f"{path} is not an image of CIFAR-100 ({why}): replace it") from None
 
 
 def _checked(labels: NDArray[np.int64], part: str, where: str) -> NDArray[np.int64]:
     """The labels, if they are those of all classes, equally often."""
-    if len(labels) != CLASSES * EACH[part]:
+    expected = CLASSES * EACH[part]
+    if len(labels) != expected:
         raise InputError(
-            f"{where} has {len(labels)} images, and CIFAR-100 has {CLASSES * EACH[part]} there: {ANEW}"
+            f"{where} has {len(labels)} images, and CIFAR-100 has {expected} there: {ANEW}"
         )
     for label in (labels.min(), labels.max()):
         if not 0 <= label < CLASSES:
             raise InputError(
-                f"{where} has an image of class {label}, and CIFAR-100 has classes 0 to {CLASSES - 1}: {ANEW}"
+                f"{where} has an image of class {label},"
+                f" and CIFAR-100 has classes 0 to {CLASSES - 1}: {ANEW}"
             )
     counts = np.bincount(labels, minlength=CLASSES)
-    if (counts != EACH[part]).any():
-        wrong = int((counts != EACH[part]).argmax())
+    wrong = int((counts != EACH[part]).argmax())
+    if counts[wrong] != EACH[part]:
         raise InputError(
-            f"{where} has {counts[wrong]} images of class {wrong}, and CIFAR-100 has {EACH[part]} of each there: {ANEW}"
+            f"{where} has {counts[wrong]} images of class {wrong},"
+            f" and CIFAR-100 has {EACH[part]} of each there: {ANEW}"
         )
     return labels
-
-
-def mean(x: NDArray[np.uint8], kind: Mean) -> NDArray[np.float32]:
-    """The mean `[3072]` of images that are divided by 255: of every pixel, as the authors have it, or of every channel alone."""
-    sums, count = x.sum(0, dtype=np.int64).reshape(PIXELS, 3), 255 * len(x)
-    if kind == "channel":
-        sums, count = np.broadcast_to(sums.sum(0), sums.shape), count * PIXELS
-    found: NDArray[np.float32] = (sums / count).astype(np.float32).reshape(-1)
-    return found
-
-
-@dataclass(frozen=True)
-class Options:
-    """How many examples of each task are used (all by default), and the mean of the training images that is subtracted.
-
-    The mean is an `image`, as in the authors' code, or a number a `channel`. With `class_order = "authors"` the tasks of seed `n` have the classes of
-    the authors' run `n`; some orders are easier than others, so that the same five compare better than five others.
-    """
-
-    train_examples: int | None = None
-    test_examples: int | None = None
-    mean: Mean = "image"
-    class_order: ClassOrder = "seed"
-    classes_per_task: int = 5
-
-
-class SplitCifar(SplitStream):
-    """A hundred classes of 32×32 pixels in colour, five a task: 2 500 training and 500 test examples a task."""
-
-    def __init__(self, options: Options, data: str | None) -> None:
-        if options.mean not in get_args(Mean):
-            raise unknown("mean", options.mean, get_args(Mean))
-        if options.class_order not in get_args(ClassOrder):
-            raise unknown("class order", options.class_order, get_args(ClassOrder))
-        if not 0 < options.classes_per_task <= CLASSES // sum(TASKS.values()):
-            raise InputError(
-                f"classes_per_task={options.classes_per_task} is not possible: 20 tasks have between 1 and 5 of CIFAR's 100 classes each"
-            )
-        if data is None:
-            raise InputError(
-                "CIFAR-100 is nowhere: fetch it with 'onepass data get cifar100', and name its folder"
-            )
-        x, classes, training = read(Path(data))
-        offset = torch.from_numpy(-mean(x[:training], options.mean))
-        pool = Pool(
-            torch.from_numpy(x),
-            torch.from_numpy(classes),
-            training,
-            scale=1 / 255,
-            offset=offset,
-            shape=(SIDE, SIDE, 3),
-        )
-        super().__init__(
-            pool, options.classes_per_task, options.train_examples, options.test_examples
-        )
-        self.class_order = options.class_order
-
-    def order(self, part: Part, seed: int) -> Tensor:
-        if self.class_order == "seed":
-            return super().order(part, seed)
-        classes = np.arange(*self.classes_of(part))
-        np.random.RandomState(1234 + seed).shuffle(classes)  # as their scripts do
-        return torch.from_numpy(classes)

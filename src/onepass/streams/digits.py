@@ -1,10 +1,12 @@
-"""Streams of scikit-learn's digits: 1 797 images of 8×8 pixels that come inside its wheel, so nothing is downloaded."""
+"""Streams of scikit-learn's digits, 1 797 images of 8×8 pixels.
+
+They come inside its wheel, so nothing is downloaded.
+"""
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from io import BytesIO
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from onepass.errors import InputError, first_line
 from onepass.random_numbers import Purpose, RandomNumbers
-from onepass.streams.base import PermutedStream, Pool, SplitStream
+from onepass.streams.base import Options, PermutedStream, Pool, SplitStream
 
 TEST_IMAGES = 360
 SHAPE = (1797, 65)
@@ -26,7 +28,10 @@ LARGEST = 2**20  # bytes of the table, which has a quarter of a million
 
 @cache
 def _images() -> tuple[Tensor, Tensor]:
-    """Images `[1797, 8, 8]` as bytes from 0 to 16, and digits; shuffled once, for everybody in the same way, test images last."""
+    """Images `[1797, 8, 8]` as bytes from 0 to 16, and digits; test images last.
+
+    They are shuffled by a fixed seed, the same for all streams and runs.
+    """
     table = torch.from_numpy(read(_file()))
     order = RandomNumbers([0], Purpose.SPLIT).permutation(0, [len(table)])[0]
     return table[order, :-1].view(-1, 8, 8), table[order, -1].long()
@@ -44,7 +49,8 @@ def read(path: Path) -> NDArray[np.uint8]:
             raise ValueError("its numbers are others")
     except (OSError, EOFError, ValueError, zlib.error) as reason:
         raise InputError(
-            f"{path} does not hold the digits of scikit-learn ({first_line(reason)}): install scikit-learn anew"
+            f"{path} does not hold the digits of scikit-learn ({first_line(reason)}):"
+            " install scikit-learn anew"
         ) from None
     return table
 
@@ -52,52 +58,42 @@ def read(path: Path) -> NDArray[np.uint8]:
 def _file() -> Path:
     # Read as a file, since importing scikit-learn takes a second, in every process.
     found = find_spec("sklearn")
-    path = (
-        Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-        if found and found.submodule_search_locations
-        else None
-    )
-    if path is None or not path.is_file():
-        raise InputError("the digits of scikit-learn are not there: install scikit-learn")
-    return path
-
-
-@dataclass(frozen=True)
-class Options:
-    """How many examples of each task are used; all by default."""
-
-    train_examples: int | None = None
-    test_examples: int | None = None
+    for folder in (found and found.submodule_search_locations) or []:
+        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if path.is_file():
+            return path
+    raise InputError("the digits of scikit-learn are not there: install scikit-learn")
 
 
 class PermutedDigits(PermutedStream):
-    """Ten digits whose pixels are reordered in a new way by each task: 1 437 training and 360 test examples a task."""
+    """Ten digits with permuted pixels: 1 437 training and 360 test examples per task."""
+
+    shape = (64,)
+    classes_per_task = 10
 
     def __init__(self, options: Options, data: str | None = None) -> None:
-        images, classes = _images()
-        pool = Pool(images.flatten(1), classes, len(images) - TEST_IMAGES, scale=1 / 16)
+        x, classes = _images()
+        training = len(x) - TEST_IMAGES
+        pool = Pool(x.flatten(1), classes, training, scale=1 / 16, shape=self.shape)
         super().__init__(pool, options.train_examples, options.test_examples)
 
 
 class SplitDigits(SplitStream):
-    """Ten digits in four rotations as 40 classes, two a task: about 290 training and 70 test examples a task.
+    """Ten digits in four rotations as 40 classes, two per task.
 
-    A test image is a test image in all four rotations.
+    A task has about 290 training and 70 test examples. A test image is one in all four rotations.
     """
+
+    shape = (8, 8, 1)
+    classes_per_task = 2
 
     def __init__(self, options: Options, data: str | None = None) -> None:
         images, digits = _images()
         training = len(images) - TEST_IMAGES
-        parts = []
+        x, classes = [], []
         for part in (slice(training), slice(training, None)):
-            turned = torch.cat([images[part].rot90(turns, dims=(1, 2)) for turns in range(4)])
-            parts.append((turned, torch.cat([digits[part] + 10 * turns for turns in range(4)])))
-        x = torch.cat([turned for turned, _ in parts]).flatten(1)
-        pool = Pool(
-            x,
-            torch.cat([classes for _, classes in parts]),
-            4 * training,
-            scale=1 / 16,
-            shape=(8, 8, 1),
-        )
-        super().__init__(pool, 2, options.train_examples, options.test_examples)
+            for turns in range(4):
+                x.append(images[part].rot90(turns, dims=(1, 2)).flatten(1))
+                classes.append(digits[part] + 10 * turns)
+        pool = Pool(torch.cat(x), torch.cat(classes), 4 * training, scale=1 / 16, shape=self.shape)
+        super().__init__(pool, self.classes_per_task, options.train_examples, options.test_examples)

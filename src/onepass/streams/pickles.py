@@ -87,22 +87,16 @@ def array_of_bytes(made: Any) -> NDArray[np.uint8] | None:
     match raw:
         case Named(name="encode", arguments=(str() | Text() as text, "latin1")):
             raw = text.encode("latin1") if isinstance(text, str) else text.latin1()
-    if (
-        not isinstance(raw, bytes | bytearray | memoryview)
-        or not isinstance(shape, tuple)
-        or len(shape) > DIMENSIONS
-    ):
+    if not isinstance(raw, bytes | bytearray | memoryview) or not isinstance(shape, tuple):
         return None
-    if not all(type(n) is int and 0 < n < LARGEST for n in shape) or math.prod(shape) != len(raw):
+    possible = all(type(n) is int and 0 < n < LARGEST for n in shape)
+    if not possible or len(shape) > DIMENSIONS or math.prod(shape) != len(raw):
         return None
     return np.frombuffer(raw, np.uint8).reshape(shape, order=order)
 
 
 class _Reader:
-    """A stack, a memo and a file.
-
-    A length that points behind the end of the file is noticed by the next operation: it is missing.
-    """
+    """A stack, a memo and a file. A length that points behind its end fails the next operation."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.view = content, memoryview(content)
@@ -135,9 +129,10 @@ class _Reader:
             elif code == 0x8C:  # SHORT_BINUNICODE
                 end = at + 1 + content[at]
                 raw = content[at + 1 : end]
-                stack.append(
-                    raw.decode("ascii") if raw.isascii() else Text(self.view[at + 1 : end], "utf-8")
-                )
+                if raw.isascii():
+                    stack.append(raw.decode("ascii"))
+                else:
+                    stack.append(Text(self.view[at + 1 : end], "utf-8"))
                 at = end
             elif code == 0x2E:  # STOP
                 return stack.pop()
@@ -176,9 +171,8 @@ class _Reader:
         return self._push_text(start, start + int(length), encoding)
 
     def line_of_text(self, at: int) -> int:
-        return (
-            self._push_text(at, self._end_of_line(at, len(self.content)), "raw-unicode-escape") + 1
-        )
+        end = self._end_of_line(at, len(self.content))
+        return self._push_text(at, end, "raw-unicode-escape") + 1
 
     def _push_text(self, at: int, end: int, encoding: str | None) -> int:
         if end - at > SHORT:
@@ -234,9 +228,10 @@ class _Reader:
 
     def make(self, kind: Callable[[list[Any]], Any], count: int | None = None) -> None:
         """A tuple, list or dictionary of the last `count` values, or of all above the last mark."""
-        taken = (
-            self.above_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
-        )
+        if count is None:
+            taken = self.above_mark()
+        else:
+            taken = [self.stack.pop() for _ in range(count)][::-1]
         self.stack.append(kind(taken))
 
     def extend(self, taken: list[Any]) -> None:
@@ -258,25 +253,19 @@ class _Reader:
         return at
 
     def push_name(self, module: Any, name: Any) -> None:
-        asked = (
-            f"{module}.{name}"
-            if isinstance(module, str) and isinstance(name, str)
-            else "a name that is no text"
-        )
+        asked = "a name that is no text"
+        if isinstance(module, str) and isinstance(name, str):
+            asked = f"{module}.{name}"
         known = asked.replace("numpy._core.", "numpy.core.")
         if known not in NAMES:
-            raise ForeignNameError(
-                "".join(sign if sign.isprintable() else "?" for sign in asked[:LINE])
-            )
+            printable = (sign if sign.isprintable() else "?" for sign in asked[:LINE])
+            raise ForeignNameError("".join(printable))
         self.stack.append(Named(known.rpartition(".")[2]))
 
     def call(self) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
-        if (
-            not isinstance(what, Named)
-            or what.arguments is not None
-            or not isinstance(arguments, tuple)
-        ):
+        is_new = isinstance(what, Named) and what.arguments is None
+        if not is_new or not isinstance(arguments, tuple):
             raise ValueError("it calls what cannot be called")
         self.stack.append(Named(what.name, arguments))
 
@@ -288,14 +277,13 @@ class _Reader:
 
 
 def _dictionary(taken: list[Any]) -> dict[str | bytes, Any]:
-    if not all(
-        isinstance(key, str | bytes) for key in taken[::2]
-    ):  # nested tuples may hash for hours
+    if not all(isinstance(key, str | bytes) for key in taken[::2]):
+        # Nested tuples may take hours to hash.
         raise ValueError("it has a dictionary with a key that is no text")
     return dict(zip(taken[::2], taken[1::2], strict=True))
 
 
-Operation = Callable[[_Reader, int], int]
+Operation = Callable[[_Reader, int], int]  # takes the place behind its code, and returns the next
 
 
 def _without_argument(do: Callable[[_Reader], object]) -> Operation:

@@ -1,6 +1,6 @@
 """Checking a PNG image before it is decoded.
 
-Without a word, pillow takes missing rows for black and clips grey values of 16 bits.
+Pillow silently takes missing rows for black and clips grey values of 16 bits.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ADAM7 = (
 
 @dataclass(frozen=True)
 class Png:
-    """An image of nothing but its pixels: no text, no animation. `colours` are those of its palette."""
+    """An image of nothing but its pixels: no text, no animation."""
 
     content: bytes
-    colours: int
+    colours: int  # of its palette
     packed: bytes  # its rows
     unpacked: int  # bytes that the rows must have
 
@@ -42,29 +42,26 @@ class Png:
         unpacking = zlib.decompressobj()
         found = len(unpacking.decompress(self.packed, self.unpacked + 1))
         if found != self.unpacked or not unpacking.eof:
-            raise ValueError(
-                f"it has {'more' if found > self.unpacked else 'fewer'} rows than it says"
-            )
+            amount = "more" if found > self.unpacked else "fewer"
+            raise ValueError(f"it has {amount} rows than it says")
 
 
 def read(content: bytes, width: int, height: int) -> Png:
     """An image of that size. A `ValueError` says why another one is refused."""
     if not content.startswith(SIGNATURE):
         raise ValueError("it does not begin like a PNG image")
-    kept, header, colours, packed, last, at = [SIGNATURE], b"", 0, b"", b"", len(SIGNATURE)
+    kept, header, packed, last = [SIGNATURE], b"", b"", b""
+    colours, at = 0, len(SIGNATURE)
     while last != b"IEND":
         length = int.from_bytes(content[at : at + 4], "big")
         chunk = content[at : at + 12 + length]
         name, data = chunk[4:8], chunk[8:-4]
-        if len(chunk) != 12 + length or zlib.crc32(chunk[4:-4]) != int.from_bytes(
-            chunk[-4:], "big"
-        ):
+        checksum = int.from_bytes(chunk[-4:], "big")
+        if len(chunk) != 12 + length or zlib.crc32(chunk[4:-4]) != checksum:
             raise ValueError("it is truncated or damaged")
-        if (
-            (name == b"IHDR") != (last == b"")
-            or (name == b"PLTE" and (colours or packed))
-            or (name == b"IDAT" and packed and last != b"IDAT")
-        ):
+        late_palette = name == b"PLTE" and (colours or packed)
+        torn_rows = name == b"IDAT" and packed and last != b"IDAT"
+        if (name == b"IHDR") != (last == b"") or late_palette or torn_rows:
             raise ValueError("its parts are out of order")
         if name == b"tRNS":
             raise ValueError("it has transparent pixels")
@@ -83,7 +80,7 @@ def read(content: bytes, width: int, height: int) -> Png:
 
 
 def _bytes_of_rows(header: bytes, width: int, height: int) -> int:
-    """What the rows of an image unpack to."""
+    """How many bytes the rows of an image unpack to."""
     if len(header) != 13:
         raise ValueError("it is truncated or damaged")
     found_width, found_height, depth, colour, compression, filters, interlaced = struct.unpack(

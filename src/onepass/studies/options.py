@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from onepass.errors import InputError, unknown
 from onepass.learners import method
 from onepass.streams import stream
 
 LARGEST, SMALLEST = 1e12, 1e-30  # what float32 can still calculate with
+Count = Annotated[int, Field(gt=0, le=2**31, strict=True)]
 
 
 def read_options(kind: type, values: dict[str, Any], strict: bool = True) -> Any:
     """Options of a stream or a method.
 
-    A whole number among them counts something, so it is at least 1, and no number is negative.
+    A whole number among them is a count, so it is at least 1, and no number is negative.
     With `strict` no value of one type is taken for another: `true` is not 1, and 3.0 is not 3.
     """
     types, given = get_type_hints(kind), {}
@@ -54,15 +55,11 @@ def with_types(stored: Mapping[str, Any]) -> dict[str, Any]:
         return {key: getattr(made, key) for key in values}
 
     document = dict(stored)
-    if isinstance(document.get("stream_options"), dict):
-        document["stream_options"] = typed(
-            stream(document["stream"]).options, document["stream_options"]
-        )
-    if isinstance(document.get("options"), dict) and all(
-        isinstance(values, dict) for values in document["options"].values()
-    ):
+    of_stream, of_methods = document.get("stream_options"), document.get("options")
+    if isinstance(of_stream, dict):
+        document["stream_options"] = typed(stream(document["stream"]).options, of_stream)
+    if isinstance(of_methods, dict) and all(isinstance(v, dict) for v in of_methods.values()):
         document["options"] = {
-            name: typed(method(name).learner.options, values)
-            for name, values in document["options"].items()
+            name: typed(method(name).learner.options, values) for name, values in of_methods.items()
         }
     return document

@@ -1,8 +1,9 @@
 """Packing: which runs share a fleet.
 
-Runs of one method on one part of the stream have the same shapes, so they can be rows of one fleet. How many rows pay was measured
-(`python benchmarks/packing.py`); how many fit is counted from the shapes. Neither depends on the moment, so the same command packs in the
-same way, and the plan is stored with the study anyway: different packings agree only within float32 rounding.
+Runs of one method on one part of the stream have the same shapes, so they can be rows of one fleet.
+How many rows pay was measured (`python benchmarks/packing.py`); how many fit is counted from the
+shapes. Neither depends on the moment, so the same command packs in the same way. The plan is stored
+with the study all the same: different packings agree only within float32 rounding.
 """
 
 from __future__ import annotations
@@ -20,19 +21,15 @@ from onepass.errors import InputError
 from onepass.feed import Feed
 from onepass.learners import method
 from onepass.learners.declarations import Workload
-from onepass.protocol import Run, assemble, grid_points
+from onepass.protocol import Run, Setup, assemble, grid_points
 from onepass.streams.base import TASKS, Part, Stream
 from onepass.studies.recipe import Recipe
 
-MOST_ROWS = {
-    "cpu": 64,
-    "cuda": 256,
-}  # beyond that a run-step gets no cheaper, and a failure costs more
-STEP, STATE = (
-    15,
-    3,
-)  # a step costs as much as so many examples more, and each tensor of the method's state as so many again
-SHARE = 0.5  # of the memory may be filled by plan; what is left is for the data and for what was not counted
+# With more rows a run-step gets no cheaper, and a failure costs more.
+MOST_ROWS = {"cpu": 64, "cuda": 256}
+# In examples: the cost of a step besides its examples, and that of each tensor of a method's state.
+STEP, STATE = 15, 3
+SHARE = 0.5  # of the memory may be filled by plan; the rest is for data and what was not counted
 
 PARTS: tuple[Part, Part] = ("cv", "ev")
 
@@ -51,54 +48,51 @@ def deal(items: Sequence[Item], fleets: int) -> list[list[Item]]:
 def plan(
     stream: Stream, recipe: Recipe, device: str, workers: int
 ) -> dict[str, dict[Part, list[int]]]:
-    """For each method and part: into how many fleets its runs are dealt at least, and how many runs one fleet may hold at most.
+    """For each method and part: the least number of fleets, and the most runs that one may hold.
 
-    A method gets as many workers as its share of the study's work deserves: fewer fleets of more runs cost less in all, but no worker shall
-    wait for the longest method in the end. The parts of a method follow each other, so both are dealt in the same way.
+    A method gets as many workers as its share of the study's work deserves: fewer fleets of more
+    runs cost less in all, but no worker shall wait for the longest method in the end. The parts of
+    a method follow each other, so both are dealt in the same way.
     """
     costs = {name: cost(stream, recipe, name) for name in recipe.methods}
-    least = {
-        name: math.ceil(workers * costs[name] / sum(costs.values())) for name in recipe.methods
-    }
-    return {
-        name: {
-            part: [least[name], most_rows(stream, recipe, name, part, device, workers)]
-            for part in PARTS
+    total = sum(costs.values())
+    made: dict[str, dict[Part, list[int]]] = {}
+    for name in recipe.methods:
+        least = math.ceil(workers * costs[name] / total)
+        made[name] = {
+            part: [least, most_rows(stream, recipe, name, part, device, workers)] for part in PARTS
         }
-        for name in recipe.methods
-    }
+    return made
 
 
 def fleets(count: int, least: int, most_rows: int) -> int:
     """How many fleets `count` runs make.
 
-    >>> fleets(40, least=2, most_rows=64), fleets(40, least=2, most_rows=10), fleets(1, least=2, most_rows=64)
-    (2, 4, 1)
+    >>> [fleets(40, 2, most_rows=64), fleets(40, 2, most_rows=10), fleets(1, 2, most_rows=64)]
+    [2, 4, 1]
     """
     return max(min(least, count), -(-count // most_rows))
 
 
 def cost(stream: Stream, recipe: Recipe, name: str) -> int:
-    """The work of a method, in examples: what a step costs besides them, and what state costs, are measured equivalents."""
+    """The work of a method, in examples."""
     runs = {"cv": len(grid_points(recipe.grids[name])) * recipe.cv_seeds, "ev": recipe.seeds}
-    steps = sum(
-        runs[part] * Feed(stream, part, [0], recipe.batch_size, joined=method(name).joined).steps()
-        for part in PARTS
-    )
+    size, joined = recipe.setup().batch_size, method(name).joined
+    steps = sum(runs[part] * Feed(stream, part, [0], size, joined=joined).steps() for part in PARTS)
     return steps * cost_of_step(recipe, name)
 
 
 def cost_of_step(recipe: Recipe, name: str) -> int:
     """The work of one step of one run of a method, in examples."""
-    learner = method(name).learner
-    seen = learner.cost(recipe.method_options(name), workload(recipe, "ev")).examples
-    return STEP + recipe.batch_size + seen + STATE * len(learner.state_names())
+    learner, setup = method(name).learner, recipe.setup()
+    seen = learner.cost(recipe.method_options(name), workload(setup, "ev")).examples
+    return STEP + setup.batch_size + seen + STATE * len(learner.state_names())
 
 
-def workload(recipe: Recipe, part: Part) -> Workload:
+def workload(setup: Setup, part: Part) -> Workload:
     """What decides the cost of a run besides its method."""
-    repeats = recipe.memory_with_replacement or recipe.memory_includes_current_task
-    return Workload(TASKS[part], recipe.batch_size, recipe.memory_per_task, repeats)
+    repeats = setup.memory_with_replacement or setup.memory_includes_current_task
+    return Workload(TASKS[part], setup.batch_size, setup.memory_per_task, repeats)
 
 
 def most_rows(
@@ -110,17 +104,17 @@ def most_rows(
     try:
         needed = least_bytes(stream, recipe, name, part)
         if needed <= there:  # only then is it built
-            needed = bytes_a_row(stream, recipe, name, part)
+            needed = bytes_per_row(stream, recipe, name, part)
     except (MemoryError, RuntimeError):
         needed = there + 1
     if needed > there:
         raise InputError(
             f"a single run of {name} does not fit into the {there / 1e9:.1f} GB of memory here:"
-            " leave it out by --methods, make the model or the batches smaller, or use another machine"
+            " leave it out by --methods, make the model or the batches smaller,"
+            " or use another machine"
         )
-    return max(
-        1, min(MOST_ROWS[kind], int(SHARE * there / (workers if kind == "cpu" else 1)) // needed)
-    )
+    room = int(SHARE * there / (workers if kind == "cpu" else 1))
+    return max(1, min(MOST_ROWS[kind], room // needed))
 
 
 def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
@@ -128,31 +122,28 @@ def least_bytes(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
 
     That is its parameters, three gradients of their size, and its episodic memory.
     """
-    pool = stream.pool
+    pool, setup = stream.pool, recipe.setup()
     with torch.device("meta"):
-        parameters = sum(
-            parameter.nbytes
-            for parameter in recipe.setup()
-            .model()
-            .build(pool.x.shape[1], pool.shape, 1)
-            .parameters()
-        )
-    example = pool.x[0].nbytes + 2 * 8  # and its class and task
-    kept = (
-        TASKS[part] * recipe.memory_per_task * example if method(name).learner.needs.memory else 0
-    )
-    return 4 * parameters + kept
+        network = setup.build(pool.shape, outputs=1)
+    needed = 4 * sum(parameter.nbytes for parameter in network.parameters())
+    if method(name).learner.needs.memory:
+        example = pool.x[0].nbytes + 2 * 8  # and its class and task
+        needed += TASKS[part] * setup.memory_per_task * example
+    return needed
 
 
-def bytes_a_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
-    """Memory that one more run takes while it trains: its state, its gradients and its activations on the largest batch."""
-    options = recipe.method_options(name)
+def bytes_per_row(stream: Stream, recipe: Recipe, name: str, part: Part) -> int:
+    """Memory that one more run takes while it trains.
+
+    That is its state, its gradients and its activations on the largest batch.
+    """
+    options, setup = recipe.method_options(name), recipe.setup()
     run = Run(0, grid_points(recipe.grids[name])[0])
-    feed, fleet, learner = assemble(stream, part, method(name), [run], recipe.setup(), options)
-    batch, work = next(feed.batches(0)), workload(recipe, part)
+    feed, fleet, learner = assemble(stream, part, method(name), [run], setup, options)
+    batch, work = next(feed.batches(0)), workload(setup, part)
     estimate = learner.cost(options, work)
     one = _activations(fleet.architecture.module, lambda: fleet.forward(batch.piece(0, 1)))
-    activations = max(recipe.batch_size, estimate.largest_batch) * one
+    activations = max(setup.batch_size, estimate.largest_batch) * one
     examples = estimate.held * batch.x[0, 0].nbytes
     passes = 3  # forward, backward, and what both hold meanwhile
     return int(learner.peak_bytes(work) + examples + passes * activations)
@@ -173,7 +164,7 @@ def _activations(module: nn.Module, forward: Callable[[], object]) -> int:
 
 
 def memory(kind: str) -> int:
-    """Bytes that a machine or its GPU has in all."""
+    """Return the bytes of memory that this machine, or its GPU, has in all."""
     if kind == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from onepass.errors import InputError
 from onepass.files import canonical
 from onepass.learners import method
 from onepass.metrics import Record, select
 from onepass.protocol import Run, grid_points
+from onepass.settings import of_unit
 from onepass.streams.base import Part
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import Store, Unit
@@ -18,10 +19,10 @@ from onepass.studies.store import Store, Unit
 
 @dataclass
 class Result:
-    """What a method ended with: the hyper-parameters chosen on `D^CV` and the records of both parts.
+    """What a method ended with: the hyper-parameters chosen on `D^CV`, and the records.
 
-    Where every grid point diverged there is nothing to choose and nothing to learn with: both are empty. `missing` units are still to be
-    done, `failed` ones (with their tracebacks) were given up.
+    Where every grid point diverged there is nothing to choose and nothing to learn with: both are
+    empty. `missing` units are still to be done, `failed` ones (with tracebacks) were given up.
     """
 
     method: str
@@ -37,44 +38,26 @@ class Result:
 
     @property
     def diverged(self) -> bool:
-        """Did every grid point diverge?"""
+        """Whether every grid point diverged."""
         return self.finished and not self.records
 
 
 def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Unit]:
-    """The units of work of some runs: everything that matters to their results, resolved."""
+    """The units of work of some runs, configured by everything that matters to their results."""
     found = method(name)
-    shared = asdict(recipe.setup())
-    del shared["gradients"]  # how they are computed, not what
-    if not found.learner.needs.memory:
-        shared = {key: value for key, value in shared.items() if not key.startswith("memory")}
-    if not found.joined:
-        del shared["union_softmax"]
-    stream_options, options = (
-        asdict(recipe.make_stream_options()),
-        asdict(recipe.method_options(name)),
-    )
-    newer = (
-        *((shared, name, value) for name, value in (("tf32", True), ("initialisation", "normal"))),
-        *(
-            (shared, name, value)
-            for name, value in (("network", "mlp"), ("stem", "3x3"), ("batch_norm", "torch"))
-        ),
-        *((stream_options, "leaking", False), (options, "lateral_biases", False)),
-    )
-    for settings, key, usual in newer:
-        if (
-            settings.get(key) == usual
-        ):  # units of studies that are older than the choice do not have it
-            del settings[key]
-    shared |= {
+    scopes = {"run"}
+    if found.learner.needs.memory:
+        scopes.add("memory")
+    if found.joined:
+        scopes.add("joined pass")
+    configuration = of_unit(recipe.setup(), scopes) | {
         "stream": recipe.stream,
-        "stream_options": stream_options,
+        "stream_options": of_unit(recipe.make_stream_options()),
         "part": part,
         "method": name,
-        "options": options,
+        "options": of_unit(recipe.method_options(name)),
     }
-    shared = json.loads(canonical(shared))  # as it will come out of a store
+    shared = json.loads(canonical(configuration))  # as it will come out of a store
     return [
         Unit({**shared, "hyperparameters": dict(run.hyperparameters), "seed": run.seed})
         for run in runs
@@ -84,12 +67,8 @@ def units(recipe: Recipe, name: str, part: Part, runs: Iterable[Run]) -> list[Un
 def cross_validation(recipe: Recipe, name: str) -> list[Unit]:
     """Every grid point with every seed, on `D^CV`."""
     points = grid_points(recipe.grids[name])
-    return units(
-        recipe,
-        name,
-        "cv",
-        [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)],
-    )
+    runs = [Run(seed, point) for point in points for seed in range(recipe.cv_seeds)]
+    return units(recipe, name, "cv", runs)
 
 
 def evaluation(recipe: Recipe, name: str, chosen: dict[str, float]) -> list[Unit]:
@@ -104,9 +83,8 @@ def result(recipe: Recipe, name: str, store: Store) -> Result:
     if found.missing:
         found.missing += recipe.seeds
         return found
-    broken = {
-        tuple(store.contents.entries[unit].unit.hyperparameters.items()) for unit in found.failed
-    }
+    entries = store.contents.entries
+    broken = {tuple(entries[unit].unit.hyperparameters.items()) for unit in found.failed}
     sound = [
         record
         for record in found.cross_validation
@@ -114,9 +92,7 @@ def result(recipe: Recipe, name: str, store: Store) -> Result:
     ]
     try:
         found.hyperparameters = select(sound) if sound else {}
-    except (
-        InputError
-    ):  # every grid point diverged: that is this method's result, and the others go on
+    except InputError:  # every grid point diverged: that is the result of this method
         return found
     if found.hyperparameters:
         found.records = _collect(found, store, evaluation(recipe, name, found.hyperparameters))
