@@ -169,6 +169,7 @@ def test_a_resumed_learner_goes_on_with_the_same_choices() -> None:
     resumed.restore(saved[1], counters[1])
     other.restore(saved[0], counters[0])
     resumed.episodic.restore(saved[2], 3)
+    other.steps_in_task = 2
     again = listen(resumed)
     for batch in feed.batches(3, skip=2):
         other.learn(resumed, batch)

@@ -119,7 +119,7 @@ class Gem(Rehearsal):
         gradients = Cost.gradients + (1 + double) * work.tasks
         return replace(super().cost(options, work), examples=examples, gradients=gradients)
 
-    @property
+    @cached_property
     def _on_device(self) -> bool:
         return self.fleet.device.type == "cuda" and quadratic.available()
 
