@@ -1,7 +1,8 @@
-"""The methods as one would write them by hand for one run: a plain module, `loss.backward()`, `optimizer.step()`.
+"""The methods as one would write them by hand: a module, `backward()`, `optimizer.step()`.
 
-What `onepass bench` compares with. Every function is one step on a batch with what is looked at of the past: nothing, one reference batch, or
-the memory of every past task. The tests compare each with our learner's step on the same data.
+`onepass bench` compares with them. Every function is one step on a batch and on what the method
+reads of the past: nothing, one reference batch, or the memory of every past task. The tests compare
+each with our learner's step on the same data.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ Examples = tuple[Tensor, Tensor]  # inputs [n, D] as floats, labels [n]
 
 
 class Alone:
-    """The first run of a fleet as a plain module, with a copy of the learner's state, a tensor a parameter."""
+    """The first run of a fleet as a plain module.
+
+    The learner's state is copied, one tensor per parameter.
+    """
 
     def __init__(self, learner: Learner) -> None:
         fleet = learner.fleet
@@ -120,7 +124,10 @@ def ewc(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 
 
 def _walk(run: Alone, batch: Examples) -> list[Tensor]:
-    """A step with the pull that adds to the path integral by what was really done; the gradients without the pull."""
+    """Take a step with the pull, and add what was really done to the path integral.
+
+    Returns the gradients without the pull.
+    """
     run.backward(batch)
     gradients, before = (
         [g.clone() for g in run.gradients],
@@ -139,7 +146,7 @@ def pi(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 
 @torch.no_grad()
 def rwalk(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
-    """As the A-GEM authors have it: no ½ in the distance, and the sum of squares is not emptied within a task."""
+    """The A-GEM authors' form: no ½ in the distance, and squares are not emptied within a task."""
     with torch.enable_grad():
         gradients = _walk(run, batch)
     run.steps += 1
@@ -166,7 +173,10 @@ def agem(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 
 
 def gem(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
-    """The dual `min ½ vᵀ K v + cᵀ v`, `v ≥ margin`, `K = G Gᵀ + ridge I`, `c = G g`, as non-negative least squares with a root of `K`."""
+    """The dual, as non-negative least squares with a root of `K`.
+
+    `min ½ vᵀ K v + cᵀ v`, `v ≥ margin`, `K = G Gᵀ + ridge I`, `c = G g`.
+    """
     vectors = torch.stack([*(run.flat(memory)[0] for memory in past), run.flat(batch)[0]])
     with products(vectors.device, tf32=False):
         gram = (vectors @ vectors.T).double().cpu().numpy()
@@ -204,10 +214,13 @@ def mega2(run: Alone, batch: Examples, past: Sequence[Examples]) -> None:
 
 
 class Plain(NamedTuple):
-    """A step, and what it looks at: nothing of the past, a random batch of it, the memory of one task, or of every task."""
+    """A step, and what it reads of the past.
+
+    That is nothing, a random batch, the memory of one task, or of every task.
+    """
 
     step: Callable[[Alone, Examples, Sequence[Examples]], None]
-    looks_at: Literal["nothing", "a batch", "a task", "every task"] = "nothing"
+    reads: Literal["nothing", "a batch", "a task", "every task"] = "nothing"
 
 
 PLAIN = {
@@ -227,10 +240,10 @@ PLAIN = {
 
 
 def loop(name: str, feed: Feed, learner: Learner, phase: int) -> Callable[[int], int]:
-    """Takes so many steps of a method by hand, in the first task that `learner` has not seen.
+    """Return a function that takes steps by hand, in the first task that `learner` has not seen.
 
-    What can be done before the first step is done before: examples are shuffled, permuted and made floats, so that a batch is a slice. Nothing
-    is put into the memory, which is for the end of a task.
+    What can be done before the first step is done before: examples are shuffled, permuted and made
+    floats, so that a batch is a slice. Nothing is put into the memory: that is for a task's end.
     """
     plain, run, device = PLAIN[name], Alone(learner), learner.fleet.device
     prepare, memory = learner.fleet.architecture.prepare, learner.memory
@@ -241,24 +254,20 @@ def loop(name: str, feed: Feed, learner: Learner, phase: int) -> Callable[[int],
     tasks = [(prepare(one.x[0]), one.slots[0].clone()) for one in kept]
     generator = Random(0)
 
-    def looks() -> Iterator[list[Examples]]:
-        everything = tuple(torch.cat(parts) for parts in zip(*tasks, strict=True))
+    def remembered() -> Iterator[list[Examples]]:
+        if plain.reads == "a batch":
+            x_kept, y_kept = (torch.cat(parts) for parts in zip(*tasks, strict=True))
+            count = getattr(learner.option, "reference_batch", None)
         while True:
-            if plain.looks_at == "a batch":
-                chosen = torch.randperm(len(everything[0]), device=device)[
-                    : getattr(learner.option, "reference_batch", None)
-                ]
-                yield [(everything[0][chosen], everything[1][chosen])]
+            if plain.reads == "a batch":
+                chosen = torch.randperm(len(x_kept), device=device)[:count]
+                yield [(x_kept[chosen], y_kept[chosen])]
+            elif plain.reads == "a task":
+                yield [generator.choice(tasks)]
             else:
-                yield (
-                    []
-                    if plain.looks_at == "nothing"
-                    else [generator.choice(tasks)]
-                    if plain.looks_at == "a task"
-                    else tasks
-                )
+                yield tasks if plain.reads == "every task" else []
 
-    past = looks()
+    past = remembered()
 
     def take(count: int) -> int:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""How fast a run-step could be at best: its work, counted from shapes, by what the machine can do, measured."""
+"""How fast a run-step could be at best: its work, counted from shapes, by the measured machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do: `flops` a second in one large matrix product, and `bytes` a second, read and written, in one large copy.
+    """What a machine can do per second, measured.
 
-    That is the speed of memory: what stays in a cache from step to step can be faster.
+    `flops` in one large matrix product, and `bytes`, read and written, in one large copy. That is
+    the speed of memory: what stays in a cache from step to step can be faster.
     """
 
     flops: float
@@ -37,7 +38,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run-step has to do at least: `flops` of its matrix products, and `bytes` to and from memory."""
+    """What a run-step has to do at least: `flops` of its products, `bytes` to and from memory."""
 
     flops: float
     bytes: float
@@ -91,8 +92,11 @@ def work(fleet: WatchedFleet, learner: Learner, batches: Iterable[Batch]) -> Wor
 
 
 def flops_per_example(architecture: Architecture, x: Tensor) -> int:
-    """Of the matrix products forward and backward for one example `x [1, …]`: 2 for each weight that it meets forward, 2 for the weight's
-    gradient unless it is frozen, and 2 for its input's gradient unless that is the network's input or nothing before it learns."""
+    """Operations of the matrix products forward and backward for one example `x [1, …]`.
+
+    2 for each weight that it meets forward, 2 for the weight's gradient unless it is frozen, and 2
+    for its input's gradient unless that is the network's input or nothing before it learns.
+    """
     trained = [p for p in architecture.module.parameters() if p.requires_grad]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         torch.autograd.grad(
@@ -102,7 +106,10 @@ def flops_per_example(architecture: Architecture, x: Tensor) -> int:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees which of some tensors, known by where they lie, are read before they are written, and which are written."""
+    """Sees which of some tensors are read before they are written, and which are written.
+
+    They are known by where they lie.
+    """
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,7 +154,10 @@ def _place(tensor: Tensor) -> int:
 
 
 def measured(device: torch.device, side: int | None = None, numbers: int | None = None) -> Rates:
-    """The best of several products of square matrices, in what `onepass.engine.precision` says, and of several copies."""
+    """The best of several products of square matrices, and of several copies.
+
+    Products are computed as `onepass.engine.precision` says.
+    """
     gpu = device.type == "cuda"
     side, numbers = (
         side or (8192 if gpu else 2048),
@@ -176,6 +186,6 @@ def _best(do: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done what it was given."""
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,10 +1,13 @@
-"""The machine's table: microseconds a run-step, a hand-written PyTorch loop against a fleet, and how far that is from the floor.
+"""The table of a machine: microseconds per run-step, by hand and ours, and the share of the floor.
 
-On the shapes of the paper's Permuted MNIST, in the middle of its stream, with bytes that are made up. *eager* is a plain loop for one run (see
-`plain`). *ours* is what `onepass run` does: on a GPU one process that replays captured steps, on a CPU a process a core with one thread each and
-the runs dealt out. One run alone on a CPU, by hand or ours, gets one thread or all cores, whichever is faster. A run-step of ours is the time of
-a step of all R runs by R. The *floor* is counted from shapes (see `floor`). Within a method everything is measured in turns, round by round,
-since machines have slow minutes; shown are medians over the rounds, of times and of ratios.
+On the shapes of the paper's Permuted MNIST, in the middle of its stream, with bytes that are made
+up. *eager* is a plain loop for one run (see `by_hand`). *ours* is what `onepass run` does: on a GPU
+one process that launches captured steps; on a CPU one process per core with one thread each, and
+the runs dealt out. One run alone on a CPU gets one thread or all cores, whichever is faster.
+
+A run-step of ours is the time of a step of all R runs, divided by R. The *floor* is counted from
+shapes (see `floor`). Within a method everything is measured in turns, round by round, since
+machines have slow minutes. Shown are medians over the rounds, of times and of ratios.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ FIRST = 5  # steps that say how many to take
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: methods with so many runs side by side, after `tasks` past tasks of `images` examples, in `rounds` of `seconds` each.
+    """What to measure after `tasks` past tasks of `images` examples, in `rounds` of `seconds` each.
 
-    `both` adds the way of taking gradients that is not the default, where there are several runs.
+    Methods have each number of `runs` side by side. `both` adds the way of taking gradients that is
+    not the default, where there are several runs.
     """
 
     device: str
@@ -55,7 +59,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured, in microseconds a run-step, and the work of one. `eager` is None for a method that is not written by hand."""
+    """What was measured, in microseconds per run-step, and the work of one.
+
+    `eager` is None for a method that is not written by hand.
+    """
 
     method: str
     runs: int
@@ -77,7 +84,7 @@ class Report:
     rows: list[Row]
 
     def floor(self, row: Row) -> float:
-        """Microseconds a run-step."""
+        """Microseconds per run-step."""
         return row.work.seconds(self.rates) * 1e6
 
 
@@ -92,7 +99,8 @@ def whole_numbers(text: str) -> list[int]:
         word.isascii() and word.isdecimal() and len(word) < 6 and int(word) > 0 for word in words
     ):
         raise InputError(
-            f"--runs '{text[:40]}' is not possible: write whole numbers from 1 to 99999 with commas between them, such as 1,5,40"
+            f"--runs '{text[:40]}' is not possible: write whole numbers from 1 to 99999 with"
+            " commas between them, such as 1,5,40"
         )
     return list(dict.fromkeys(int(word) for word in words))
 
@@ -103,7 +111,8 @@ def plan(device: str, methods: str, runs: str, rounds: int, tasks: int, both: bo
         raise InputError(f"--rounds {rounds} is not possible: use 1 to {ROUNDS}")
     if not 1 <= tasks < TASKS["ev"]:
         raise InputError(
-            f"--tasks {tasks} is not possible: of the {TASKS['ev']} tasks of this stream, 1 to {TASKS['ev'] - 1} can be past"
+            f"--tasks {tasks} is not possible: of the {TASKS['ev']} tasks of this stream,"
+            f" 1 to {TASKS['ev'] - 1} can be past"
         )
     return Plan(
         device, load(RECIPE, methods=methods).methods, whole_numbers(runs), rounds, tasks, both
@@ -127,7 +136,7 @@ def run(asked: Plan, tell: Callable[[str], None] = lambda _: None) -> Report:
         for name in asked.methods:
             for row in _measure(processes, asked, name):
                 rows.append(row)
-                tell(f"{name}, R = {row.runs}, {row.way}: {_number(row.ours)} µs a run-step")
+                tell(f"{name}, R = {row.runs}, {row.way}: {_number(row.ours)} µs per run-step")
             processes.forget()
             rates = rates.best(
                 processes.rates(asked.sizes)
@@ -141,7 +150,7 @@ def run(asked: Plan, tell: Callable[[str], None] = lambda _: None) -> Report:
 
 
 class _Timed(NamedTuple):
-    """Something to time: cases that run at the same time in processes of their own, and how many runs they have together."""
+    """Cases that run at the same time in processes of their own, and how many runs they have."""
 
     pipes: list[Connection]
     cases: list[Case]
@@ -181,7 +190,8 @@ def _measure(processes: Workers, asked: Plan, name: str) -> list[Row]:
             raise
         why = "a process has died" if isinstance(reason, EOFError) else first_line(reason)
         raise InputError(
-            f"there is no room for {name} with up to {max(asked.runs)} runs ({why}): use fewer --runs, or leave it out"
+            f"there is no room for {name} with up to {max(asked.runs)} runs ({why}):"
+            " use fewer --runs, or leave it out"
         ) from None
 
     def best(candidates: list[_Timed]) -> list[float]:
@@ -189,28 +199,19 @@ def _measure(processes: Workers, asked: Plan, name: str) -> list[Row]:
 
     by_hand, rows = best(eager) if eager else None, []
     for (runs, way), candidates in ours.items():
-        mine = best(candidates)
-        ratio = (
-            None
-            if by_hand is None
-            else median(theirs / one for theirs, one in zip(by_hand, mine, strict=True))
-        )
-        rows.append(
-            Row(
-                name,
-                runs,
-                way,
-                None if by_hand is None else median(by_hand),
-                median(mine),
-                ratio,
-                least,
-            )
-        )
+        mine, theirs, ratio = best(candidates), None, None
+        if by_hand is not None:
+            theirs = median(by_hand)
+            ratio = median(one / other for one, other in zip(by_hand, mine, strict=True))
+        rows.append(Row(name, runs, way, theirs, median(mine), ratio, least))
     return rows
 
 
 def _way(device: str, mode: Mode, runs: int) -> str:
-    """Gradients of several runs come out of one batched program, or of a run at a time; in a captured step each of those is a branch."""
+    """How gradients are taken: in one batched program, or one run at a time.
+
+    In a captured step each run is a branch of the graph.
+    """
     if mode == "auto" and runs > 1:
         return "stacked"
     return "branches" if device == "cuda" else "looped"
@@ -231,34 +232,31 @@ def _number(value: float | None) -> str:
 
 
 def _shown(report: Report) -> list[int]:
-    """The columns that say something."""
-    return [
-        number for number, heading in enumerate(HEADINGS) if heading != "way" or report.plan.both
-    ]
+    """The columns that are shown: without `way` where there is only one."""
+    return [n for n, heading in enumerate(HEADINGS) if heading != "way" or report.plan.both]
 
 
 def _notes(report: Report) -> list[str]:
-    shared, asked, rates = load(RECIPE), report.plan, report.rates
+    shared, asked, rates = load(RECIPE).setup(), report.plan, report.rates
     widths = "-".join(map(str, (INPUTS, *shared.hidden, CLASSES)))
     kind = "TF32" if asked.device == "cuda" else "float32"
+    past = f"{asked.tasks} past tasks with {shared.memory_per_task} examples each"
+    product = f"{_number(rates.flops / 1e9)} GFLOP/s of a large product ({kind})"
+    copy = f"{_number(rates.bytes / 1e9)} GB/s of a large copy"
     return [
         f"{report.machine}, torch {report.torch}; medians of {asked.rounds} rounds",
-        f"{widths}, batch {shared.batch_size}, {asked.tasks} past tasks with {shared.memory_per_task} examples each",
-        f"floor: at {_number(rates.flops / 1e9)} GFLOP/s of a large product ({kind}) or {_number(rates.bytes / 1e9)} GB/s of a large copy",
+        f"{widths}, batch {shared.batch_size}, {past}",
+        f"floor: at {product} or {copy}",
     ]
 
 
 def table(report: Report) -> Table:
     """For people."""
-    made = Table(
-        title="microseconds a run-step", title_justify="left", box=None, padding=(0, 0, 0, 1)
-    )
+    title = "microseconds per run-step"
+    made = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 1))
     for number in _shown(report):
-        made.add_column(
-            HEADINGS[number],
-            justify="left" if HEADINGS[number] in ("method", "way") else "right",
-            no_wrap=True,
-        )
+        left = HEADINGS[number] in ("method", "way")
+        made.add_column(HEADINGS[number], justify="left" if left else "right", no_wrap=True)
     for row in report.rows:
         made.add_row(*(_cells(report, row)[number] for number in _shown(report)))
     made.caption, made.caption_justify = "\n".join(_notes(report)), "left"
@@ -270,7 +268,7 @@ def markdown(report: Report) -> str:
     whole = [HEADINGS, ["---"] * len(HEADINGS), *(_cells(report, row) for row in report.rows)]
     lines = [[line[number] for number in _shown(report)] for line in whole]
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"Microseconds a run-step (`onepass bench`)\n\n{body}\n\n{'; '.join(_notes(report))}\n"
+    return f"Microseconds per run-step (`onepass bench`)\n\n{body}\n\n{'; '.join(_notes(report))}\n"
 
 
 def document(report: Report) -> dict[str, Any]:

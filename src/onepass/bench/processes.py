@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import signal
 import time
@@ -32,11 +33,12 @@ from onepass.learners.base import Learner
 from onepass.protocol import Run, assemble
 from onepass.stopping import abandon, is_stopped, kill_fork_server, wake_helpers, within
 from onepass.streams.base import TASKS, PermutedStream, Pool
+from onepass.streams.mnist import PermutedMnist
 from onepass.studies.executors import default_workers
 from onepass.studies.recipe import load
 
 RECIPE = "permuted-mnist"
-INPUTS, CLASSES = 784, 10
+INPUTS, CLASSES = math.prod(PermutedMnist.shape), PermutedMnist.classes_per_task
 RATE = 1e-5  # so small that thousands of steps do not change what a step does
 FEW = 100  # batches that are enough to fill the memory of a task
 GRACE = 2.0  # seconds in which a process that was asked to usually ends
@@ -48,7 +50,10 @@ Loop = Callable[[int], int]  # takes at least so many steps, and says how many
 
 @cache
 def _pool(images: int) -> Pool:
-    """Made-up bytes: a fifth of the pixels belongs to a class, and some of the others are noise. They can be learnt, so that tasks conflict."""
+    """Made-up bytes: a fifth of the pixels belongs to a class, and some of the others are noise.
+
+    They can be learnt, so that tasks conflict.
+    """
     generator = torch.Generator().manual_seed(0)
     count = images + 1  # the stream wants one to test with
     classes = torch.randint(0, CLASSES, (count,), generator=generator)
@@ -59,9 +64,10 @@ def _pool(images: int) -> Pool:
 
 @cache
 def _taught(tasks: int, images: int) -> Tensor:
-    """The parameters of a run that has learnt from all past tasks at once: one that knows nothing has no constraint to violate.
+    """The parameters of a run that has learnt from all past tasks at once.
 
-    At the end the gradients of these tasks almost cancel each other, so that after several tasks GEM is corrected in almost every step and
+    One that knows nothing has no constraint to violate. At the end the gradients of these tasks
+    almost cancel each other, so that after several tasks GEM is corrected in almost every step and
     A-GEM in every other one (in the paper's ninth task: 72 % and 31 % of the steps).
     """
     stream, run = PermutedStream(_pool(images), None, None), Run(0, {"learning_rate": 0.1})
@@ -133,7 +139,10 @@ def middle(
 
 
 class Case(NamedTuple):
-    """Steps that a process can be asked for: of a method by hand (`mode` None) or as a fleet, after so many tasks of so many examples."""
+    """Steps that a process can take: of a method by hand (`mode` None) or as a fleet.
+
+    They come after `tasks` tasks of `images` examples.
+    """
 
     method: str
     runs: int
@@ -168,14 +177,18 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the matrix and the copy are that say what the machine can do; None: as large as it takes."""
+    """The sizes of the matrix and the copy that measure the machine; None: as large as it takes."""
 
     side: int | None = None
     numbers: int | None = None
 
 
 def _serve(pipe: Connection, threads: int, device: str, tuned: bool) -> None:
-    """A process that answers: `Sizes` with the rates of the machine, a case and a count with seconds and steps, None when it has forgotten all."""
+    """Serve one process: it measures what it is sent.
+
+    `Sizes` give the rates of the machine, a case and a count give seconds and steps, None frees
+    everything.
+    """
     torch.set_num_threads(threads)
     if tuned:
         keep_freed_memory()
@@ -209,8 +222,11 @@ def _serve(pipe: Connection, threads: int, device: str, tuned: bool) -> None:
 
 
 class Workers:
-    """Processes as `onepass run` has them: `each` with one thread, one a core. A single run is tried `alone` with one thread and with all, and so
-    are the `plain` loops that are written by hand, in processes that nobody has tuned. On a GPU all of them are one process."""
+    """Processes as `onepass run` has them: `each` with one thread, one per core.
+
+    A single run is tried `alone` with one thread and with all. So are the `plain` loops that are
+    written by hand, in processes that are not tuned. On a GPU all of them are one process.
+    """
 
     def __init__(self, device: str, cores: int | None = None) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -220,13 +236,14 @@ class Workers:
         self._device = device
         self._processes: list[Any] = []
         self.cores = cores or default_workers("cpu")
-        try:  # in a thread, since a fork server that is stopped would be waited for, and Ctrl-C not heard
+        try:  # in a thread: a stopped fork server would be waited for, and Ctrl-C not heard
             within(LONGEST, self._start_all)
         except BaseException as reason:
             abandon()
             if isinstance(reason, TimeoutError):
                 raise InputError(
-                    f"processes have not started for {LONGEST / 60:.0f} minutes: measure when the machine is idle"
+                    f"processes have not started for {LONGEST / 60:.0f} minutes:"
+                    " measure when the machine is idle"
                 ) from None
             raise
 
@@ -260,7 +277,7 @@ class Workers:
         return found
 
     def time(self, pipes: Sequence[Connection], cases: Sequence[Case], count: int) -> float:
-        """Seconds a step of cases that run at the same time, until all are done."""
+        """Seconds per step of cases that run at the same time, until all are done."""
         self._ask(pipes, cases)  # nobody shall wait for another one's preparations
         found: list[tuple[float, int]] = self._ask(pipes, cases, count)
         return max(seconds / steps for seconds, steps in found)
@@ -278,7 +295,8 @@ class Workers:
         for pipe in pipes:
             if not pipe.poll(LONGEST):
                 raise InputError(
-                    f"a process has not answered for {LONGEST / 60:.0f} minutes: measure fewer runs, or when the machine is idle"
+                    f"a process has not answered for {LONGEST / 60:.0f} minutes:"
+                    " measure fewer runs, or when the machine is idle"
                 )
         answers = [pipe.recv() for pipe in pipes]
         for answer in answers:
@@ -289,7 +307,7 @@ class Workers:
     def close(self) -> None:
         for process in self._processes:
             if is_stopped(process.pid):
-                process.kill()  # while the fork server lives: without it, processes seem to have ended
+                process.kill()  # while the fork server lives: it tells that processes have ended
             else:
                 process.terminate()
         wake_helpers()
@@ -300,7 +318,7 @@ class Workers:
         for process in left:
             process.kill()
         if left:
-            kill_fork_server()  # one that is just being stopped does not look so, and tells nobody's end
+            kill_fork_server()  # one that is just being stopped seems alive, and reports no end
         for process in left:
             process.join(GRACE)
 
