@@ -153,8 +153,8 @@ def arrow(one: Box, other: Box) -> str:
 
 
 def drawn(box: Box) -> Iterator[str]:
-    x, y = box.x, box.y
-    yield f'<rect x="{x:.0f}" y="{y:.0f}" width="{box.width:.0f}" height="{box.height:.0f}" rx="8"/>'
+    x, y, size = box.x, box.y, f'width="{box.width:.0f}" height="{box.height:.0f}"'
+    yield f'<rect x="{x:.0f}" y="{y:.0f}" {size} rx="8"/>'
     yield f'<text x="{x + 14:.0f}" y="{y + 21:.0f}" class="room">{escape(box.name)}</text>'
     yield f'<text x="{x + 14:.0f}" y="{y + 39:.0f}" class="purpose">{escape(box.purpose)}</text>'
     for place, (colour, number, name) in enumerate(box.steps):
