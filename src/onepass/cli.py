@@ -167,7 +167,7 @@ def _asked(
     out: Path | None,
 ) -> Recipe:
     from onepass.studies import recipe
-    from onepass.studies.database import FILE
+    from onepass.studies.folder import FILE
     from onepass.studies.store import Store
 
     if name is not None:

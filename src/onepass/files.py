@@ -26,6 +26,8 @@ from onepass.special_files import is_device, pour
 
 LONGEST_HEADER = 2**22  # bytes: a fleet has some thousand tensors
 TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
+# What a parser raises for content that it does not expect.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 _UNFINISHED = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{16}(-[0-9a-f]{16})?")
 
 

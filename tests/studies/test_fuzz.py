@@ -21,7 +21,7 @@ from fuzzing import Watch, in_a_process, listing, mutations, outcome
 from onepass.errors import InputError
 from onepass.protocol import Snapshot
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.rescue import rescue
 from stored import (
     GRID,

@@ -15,7 +15,7 @@ import pytest
 
 from onepass.errors import InputError
 from onepass.metrics import Record
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.store import Store
 
 # Every method, two grid points, two seeds, two workers; a checkpoint every few steps.

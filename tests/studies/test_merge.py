@@ -9,7 +9,7 @@ import pytest
 
 from crafted import Study, taken_from, written_to
 from onepass.errors import InputError
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.store import Store

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onepass.errors import InputError
 from onepass.special_files import is_device
-from onepass.studies.database import check_target
+from onepass.studies.folder import check_target
 
 
 def check_targets(*targets: Path | None, study: Path | None = None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from onepass.errors import InputError
 from onepass.files import TEMPORARY
 from onepass.metrics import Record, average_accuracy, forgetting
-from onepass.studies.database import check_target
+from onepass.studies.folder import check_target
 from onepass.studies.store import Store, Unit
 
 log = logging.getLogger(__name__)
