@@ -51,7 +51,7 @@ def recipe(
 def made(
     folder: Path, asked: Recipe, make: dict[str, Make] | None = None, rows: int = 2, leave: int = 0
 ) -> Path:
-    """A study with the same record everywhere but for what `make` makes of it; without the last `leave` runs."""
+    """A study with the same record everywhere, changed by `make`, without the last `leave` runs."""
     with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
         for name in asked.methods:
             tried = cross_validation(asked, name)
@@ -251,7 +251,7 @@ def test_a_recipe_without_published_numbers_prints_ours_alone(tmp_path: Path) ->
 def test_a_study_without_a_memory_says_what_it_has_not(tmp_path: Path) -> None:
     text = printed(made(tmp_path, recipe("van,multi-task")))
     assert "GEM, S-GEM and A-GEM: none of them is in this study" in text
-    assert "violations a task: no method here has counted any" in text
+    assert "violations per task: no method here has counted any" in text
 
 
 @pytest.mark.parametrize("how", ["a run", "every grid point"])

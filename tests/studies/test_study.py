@@ -428,7 +428,6 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
             assert "not known yet" in shown(tmp_path)
         (tmp_path / progress.PROGRESS).write_text(json.dumps(now | {"left": 0}))
         assert "about 0 s left" in shown(tmp_path)
-    assert progress.PROGRESS == status.PROGRESS
 
 
 def test_status_counts_what_the_recipe_wants_now(tmp_path: Path) -> None:

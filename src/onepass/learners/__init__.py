@@ -25,11 +25,16 @@ LEARNING_RATES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 
 @dataclass(frozen=True)
 class Method:
-    """A learner and the stream it sees: `joined` is one shuffled pass over the union of all tasks instead of one task after the other."""
+    """A learner and the stream it sees: `joined` is one shuffled pass over the union of all tasks instead of one task after the other.
+
+    Reports compare methods of one `family` in a table, and methods with a memory with the `baseline`.
+    """
 
     learner: type[Learner]
     summary: str
     joined: bool = False
+    family: str | None = None
+    baseline: bool = False
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
@@ -69,15 +74,20 @@ METHODS: dict[str, Method] = {
     ),
     "prog-nn": Method(ProgNN, "progressive networks: a new column a task, all earlier ones frozen"),
     "gem": Method(
-        Gem, "gradient episodic memory: never step against the gradient of any past task"
+        Gem,
+        "gradient episodic memory: never step against the gradient of any past task",
+        family="gem",
     ),
     "s-gem": Method(
         SGem,
         "stochastic GEM: never step against the gradient of one past task, drawn anew for every step",
+        family="gem",
     ),
     "a-gem": Method(
         AGem,
         "averaged gradient episodic memory: never step against the average gradient of the past",
+        family="gem",
+        baseline=True,
     ),
     "er": Method(Er, "experience replay: every batch is joined with one of the memory"),
     "mega-1": Method(Mega1, "MEGA-I: gradient and reference gradient, weighted by their losses"),

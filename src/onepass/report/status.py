@@ -14,6 +14,7 @@ from rich.table import Table
 
 from onepass.errors import InputError
 from onepass.metrics import select
+from onepass.report.formats import duration
 from onepass.studies.locking import running
 from onepass.studies.progress import read_progress
 from onepass.studies.store import Entry, Store
@@ -101,14 +102,3 @@ def count(store: Store, recipe: dict[str, Any], name: str, entries: Mapping[str,
     failed |= {unit: entry for unit, entry in mine.items() if entry.traceback is not None}
     finished = {"cv": len(done), "ev": sum(unit in contents.records for unit in mine)}
     return Count(wanted, finished, failed)
-
-
-def duration(seconds: float) -> str:
-    """An estimated time, as precise as such an estimate can be.
-
-    >>> duration(5), duration(200), duration(9000)
-    ('5 s', '3 min', '2.5 h')
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
