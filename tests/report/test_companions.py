@@ -329,7 +329,10 @@ def test_json_has_what_the_tables_show(tmp_path: Path) -> None:
 
 
 def test_parts_of_the_state_of_real_runs_are_what_they_are_called(tmp_path: Path) -> None:
-    small = "--seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[8] --set memory_per_task=10"
+    small = (
+        "--seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[8]"
+        " --set memory_per_task=10"
+    )
     grids = [f"grids.{name}.learning_rate=0.01" for name in ("van", "ewc", "a-gem")]
     changes = [word for change in [*grids, "grids.ewc.strength=1"] for word in ("--set", change)]
     with redirect_stdout(StringIO()), pytest.raises(SystemExit):

@@ -37,7 +37,10 @@ ORDERS = {
 def simulated(
     pieces: list[Piece], workers: int, wrong: dict[str, float]
 ) -> tuple[list[float | None], list[float]]:
-    """What is said to be left every second of a study, and which share to be done; `wrong` is by how much methods cost more than is counted."""
+    """The seconds that are said to be left in every second of a study, and the share done.
+
+    `wrong` is by how much methods cost more than is counted.
+    """
     noise, forecast = random.Random(0), Forecast(COSTS, pieces)
     waiting = list(pieces)
     running: list[list[Any]] = []  # a piece, and how much of it is left

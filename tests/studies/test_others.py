@@ -1,4 +1,4 @@
-"""Other processes, other files, other file systems: nothing of theirs is touched, and nothing they do goes unnoticed."""
+"""Other processes, files and file systems: they stay as they are, and what they do is noticed."""
 
 from __future__ import annotations
 
@@ -273,10 +273,8 @@ def test_arrays_without_an_end_are_refused(
     endless(path, kind)
     with limited(10):
         assert outcome("table", str(tmp_path)) == 2
-    assert (
-        f"{path} cannot be used (it is {'too large' if kind == 'a sparse file' else 'not a plain file'})"
-        in capsys.readouterr().err
-    )
+    why = "too large" if kind == "a sparse file" else "not a plain file"
+    assert f"{path} cannot be used (it is {why})" in capsys.readouterr().err
 
 
 @ENDLESS

@@ -455,14 +455,13 @@ def test_snapshots_do_not_change_what_is_learnt(tmp_path: Path) -> None:
     assert np.array_equal(work.work(job)[0][0].accuracy, plain[0].accuracy)
 
 
-def test_a_number_of_examples_that_fits_the_first_seeds_only_is_refused_before_anything_is_trained() -> (
-    None
-):
+def test_a_number_of_examples_that_fits_the_first_seeds_only_is_refused_before_training() -> None:
     study.try_stream(load("split-digits", ["test_examples=62"], seeds=3), None)
     for seeds in (4, 5):
         with pytest.raises(
             InputError,
-            match="test_examples=62 is not possible: a task of seed 3 has only 60 of them; 60 fit every seed",
+            match="test_examples=62 is not possible: a task of seed 3 has only 60 of them; 60 fit"
+            " every seed",
         ):
             study.try_stream(load("split-digits", ["test_examples=62"], seeds=seeds), None)
     with pytest.raises(InputError, match="seed 3 has only 61 of them"):
