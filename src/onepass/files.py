@@ -175,8 +175,8 @@ def _begin(path: Path, mode: int) -> tuple[int, Path]:
     """A new file for the content of `path`, which only this process writes.
 
     Its name depends on the target and this machine, so what a killed process has left there is
-    found without listing the folder, and removed. While a file is being written it is locked: another
-    process that writes to the same target takes a random name.
+    found without listing the folder, and removed. While a file is being written it is locked:
+    another process that writes to the same target takes a random name.
     """
     name = temporary_name(path.name)
     first, second = path.with_name(name), path.with_name(f"{name}-{secrets.token_hex(8)}")

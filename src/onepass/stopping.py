@@ -30,6 +30,10 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM came."""
 
 
+def exit_code(stop: KeyboardInterrupt) -> int:
+    return CODES[signal.SIGTERM if isinstance(stop, TerminatedError) else signal.SIGINT]
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Inside, SIGTERM interrupts as Ctrl-C does, once; the second signal ends all processes.

@@ -144,7 +144,7 @@ def test_a_study_stops_when_its_scheduler_is_gone(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "LOOK": 0.1, "SILENT": 60.0}.items():
+    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "POLL": 0.1, "SILENT": 60.0}.items():
         monkeypatch.setattr(cluster_module, name, seconds)
 
 
@@ -246,7 +246,7 @@ def test_a_scheduler_that_falls_silent_is_noticed(
 def test_a_worker_that_takes_long_to_tell_its_versions_is_not_taken_for_a_silent_scheduler(
     cluster: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "LOOK", 60.0)
+    monkeypatch.setattr(cluster_module, "POLL", 60.0)
     monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(cluster_module, "SOON", 0.4)
     with executor(1, 1, cluster.scheduler_address) as where:

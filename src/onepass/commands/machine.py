@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from onepass.commands.console import screen, wide
-from onepass.stopping import TerminatedError, interruptible
+from onepass.stopping import exit_code, interruptible
 
 
 def bench(
@@ -26,7 +26,7 @@ def bench(
     both: Annotated[
         bool,
         typer.Option(
-            "--both", help="Several runs stacked, and one by one: on a GPU as parallel branches."
+            "--both", help="Several runs stacked, and one by one: on a GPU in parallel streams."
         ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="File for the table as JSON.")] = None,
@@ -35,7 +35,7 @@ def bench(
     """Measure this machine: microseconds per run-step, beside a hand-written loop and the floor."""
     from onepass import files
     from onepass.bench import measure as measurements
-    from onepass.report.targets import check_targets, hand_out
+    from onepass.commands.targets import check_targets, hand_out
     from onepass.studies.study import check_device
 
     plan = measurements.plan(check_device(device), methods, runs, rounds, tasks, both)
@@ -45,7 +45,7 @@ def bench(
             report = measurements.run(plan, lambda found: screen.print(found, soft_wrap=True))
         except KeyboardInterrupt as stop:
             screen.print("interrupted; nothing is kept")
-            raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
+            raise typer.Exit(exit_code(stop)) from None
     text = measurements.markdown(report).encode()
     hand_out(
         partial(files.write_json, json, measurements.document(report)) if json else None,

@@ -14,7 +14,7 @@ import typer
 
 from onepass.commands.console import screen, wide
 from onepass.errors import InputError
-from onepass.stopping import TerminatedError, interruptible
+from onepass.stopping import exit_code, interruptible
 
 if TYPE_CHECKING:
     from onepass.studies.recipe import Recipe
@@ -80,7 +80,7 @@ def run(
         if value is not None and most is not None and value > most:
             raise InputError(f"{flag} {value} is not possible: use at most {most}")
 
-    from onepass.report.targets import check_targets
+    from onepass.commands.targets import check_targets
     from onepass.report.tracking import check_folder
     from onepass.report.watch import Watch
     from onepass.streams import stream
@@ -116,7 +116,7 @@ def run(
                 results = study.run(recipe, store, means, executor, watch)
         except KeyboardInterrupt as stop:
             watch.interrupted(out)
-            raise typer.Exit(143 if isinstance(stop, TerminatedError) else 130) from None
+            raise typer.Exit(exit_code(stop)) from None
     _print_table(recipe, results, json, None)
     if any(result.failed for result in results.values()):
         see = f"see 'onepass status {out}'" if out else "give --out DIR to see why"
@@ -185,7 +185,7 @@ def print_table(
     ] = None,
 ) -> None:
     """Print the table of a study from its raw records."""
-    from onepass.report.targets import check_targets
+    from onepass.commands.targets import check_targets
     from onepass.studies.recipe import from_stored
     from onepass.studies.results import results
     from onepass.studies.store import Store
@@ -201,8 +201,8 @@ def _print_table(
     recipe: Recipe, results: dict[str, Result], json: Path | None, csv: Path | None
 ) -> None:
     from onepass import files
+    from onepass.commands.targets import hand_out
     from onepass.report import table
-    from onepass.report.targets import hand_out
 
     hand_out(
         partial(files.write_json, json, table.document(recipe, results)) if json else None,
@@ -282,9 +282,9 @@ def companions(
 ) -> None:
     """Print the paper's side tables: worst forgetting, violations per task, time and memory."""
     from onepass import files
+    from onepass.commands.targets import check_targets, hand_out
     from onepass.report.companions import collect, document
     from onepass.report.companions_view import view
-    from onepass.report.targets import check_targets, hand_out
 
     found = collect(folder)
     check_targets(json)

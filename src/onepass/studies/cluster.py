@@ -29,8 +29,8 @@ from onepass.studies.store import Provenance
 from onepass.studies.work import Job, work
 
 CONNECT = 15.0  # seconds for a scheduler to respond the first time
-LOOK = 2.0  # seconds between two requests for the list of workers
-ASK = 60.0  # seconds for a new worker to send its versions: it imports torch first
+POLL = 2.0  # seconds between two requests for the list of workers
+REPORT = 60.0  # seconds for a new worker to send its versions: it imports torch first
 SILENT = 300.0  # seconds without a response of the scheduler: it is gone
 DESERTED = 6 * 3600.0  # seconds without a worker: none will come
 SOON = 10.0  # seconds after which either is reported
@@ -54,14 +54,14 @@ def fingerprint() -> Fingerprint:
     }
 
 
-def _question() -> Callable[[], Fingerprint | str]:
+def _report() -> Callable[[], Fingerprint | str]:
     """What a worker runs to report its fingerprint, or why it cannot.
 
     Dask sends a function inside another one as code. One that it sends by its name ends a worker
     that cannot import it, and the reason is lost.
     """
 
-    def ask() -> Fingerprint | str:
+    def report() -> Fingerprint | str:
         try:
             from onepass.studies import cluster
 
@@ -69,7 +69,7 @@ def _question() -> Callable[[], Fingerprint | str]:
         except Exception as reason:
             return f"{type(reason).__name__}: {reason}"
 
-    return ask
+    return report
 
 
 def _silence_dask() -> None:
@@ -123,16 +123,16 @@ class Cluster:
         self._futures: list[Any] = []
         self._same: set[str] = set()  # workers with the same software
         self._refused: str | None = None  # the sentence about one that has not
-        self._asking = threading.Lock()
+        self._comparing = threading.Lock()
         self._closing = threading.Event()
         self._compare(there)  # which takes long if a worker does not respond
-        self._answered = time.monotonic()  # when the scheduler responded last
-        self._peopled = self._answered  # when there was a worker last
+        self._heard = time.monotonic()  # when the scheduler responded last
+        self._peopled = self._heard  # when there was a worker last
         if not there:
             self._peopled -= SOON  # to be reported at once
         self._refuse()
         self.workers = max(1, len(there))
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._poll, daemon=True).start()
 
     def submit(self, job: Job) -> Future[Trained]:
         done: Future[Trained] = Future()
@@ -153,8 +153,11 @@ class Cluster:
         except KilledWorker as reason:
             done.set_exception(WorkerDiedError(first_line(reason)))
         except CancelledError:
-            gone = f"the Dask scheduler at {self._address} is gone: start it, and give the same"
-            done.set_exception(InputError(f"{gone} command again"))
+            gone = InputError(
+                f"the Dask scheduler at {self._address} is gone: start it, and give the same"
+                " command again"
+            )
+            done.set_exception(gone)
         except ForeignWorkerError as reason:
             done.set_exception(InputError(self._sentence(*reason.args)))
         except Exception as reason:
@@ -165,10 +168,10 @@ class Cluster:
         except BaseException as reason:
             done.set_exception(reason)
 
-    def _checked(self, answer: Any) -> Trained:
+    def _checked(self, returned: Any) -> Trained:
         """What a worker returned, if it was made with our software."""
         try:
-            records, made, address, theirs = answer
+            records, made, address, theirs = returned
         except (TypeError, ValueError):
             raise InputError(
                 f"a Dask worker at {self._address} has another version of onepass: install there"
@@ -183,7 +186,7 @@ class Cluster:
 
     def held_up(self) -> str | None:
         self._refuse()
-        silent, deserted = time.monotonic() - self._answered, time.monotonic() - self._peopled
+        silent, deserted = time.monotonic() - self._heard, time.monotonic() - self._peopled
         again = "and give the same command again"
         if silent > SILENT:
             raise InputError(
@@ -207,19 +210,19 @@ class Cluster:
             )
         return None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Note which workers there are, until the end.
 
         Where the scheduler does not respond, this thread waits, and `held_up` reports how long.
         """
-        while not self._closing.wait(LOOK):
+        while not self._closing.wait(POLL):
             with suppress(Exception):  # `held_up` notices that there was no response
                 there = self._client.nthreads()
                 if self._closing.is_set():
                     return
-                self._answered = time.monotonic()
+                self._heard = time.monotonic()
                 if there:
-                    self._peopled, self.workers = self._answered, len(there)
+                    self._peopled, self.workers = self._heard, len(there)
                 # Not in this thread: a new worker imports torch before it responds.
                 threading.Thread(target=self._compare, args=(there,), daemon=True).start()
 
@@ -227,17 +230,17 @@ class Cluster:
         """Compare the versions of workers that are new with ours."""
         self._same &= set(there)
         new = [address for address in there if address not in self._same]
-        if not new or not self._asking.acquire(blocking=False):
+        if not new or not self._comparing.acquire(blocking=False):
             return
         try:
-            answers = within(
-                ASK, lambda: self._client.run(_question(), workers=new, on_error="return")
+            reports = within(
+                REPORT, lambda: self._client.run(_report(), workers=new, on_error="return")
             )
         except Exception:  # one has gone, or is busy: there is a next time, and fleets compare, too
             return
         finally:
-            self._asking.release()
-        for address, theirs in answers.items():
+            self._comparing.release()
+        for address, theirs in reports.items():
             if isinstance(theirs, dict) and difference(fingerprint(), theirs) is None:
                 self._same.add(address)
             elif isinstance(theirs, (dict, str)):  # anything else: it was not reached

@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,11 @@ LARGEST_VALUE = 2**24  # bytes of one value in a row: a recipe has thousands
 CREATION = 2.0  # seconds that a reader waits for a study that is just being created
 
 
-@dataclass(frozen=True)
-class Writing:
-    """What the one process that may write works with."""
-
-    connection: sqlite3.Connection
-    detector: ChangeDetector
-
-
 @contextmanager
-def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]:
-    """A connection for the one process that may write.
+def writing(
+    folder: Path, create: Mapping[str, Any] | None
+) -> Iterator[tuple[sqlite3.Connection, ChangeDetector]]:
+    """A connection for the one process that may write, and its detector of other writers.
 
     A folder without a study gets one that knows `create` about itself; with None it is refused.
     """
@@ -81,7 +74,7 @@ def writing(folder: Path, create: Mapping[str, Any] | None) -> Iterator[Writing]
                 _begin_writing(connection)
                 detector = ChangeDetector(path, connection)
             try:
-                yield Writing(connection, detector)
+                yield connection, detector
             except BaseException:
                 with suppress(InputError):  # the error that ended the study is raised, not this one
                     detector.check()

@@ -63,7 +63,7 @@ def rescue(folder: Path, into: Path) -> Rescued:
         contents.records = dict(sound.records)
         source = Store(folder, none, contents=contents)
         for name in sound.records:
-            if not _is_whole(source, name, lost):
+            if not _is_sound(source, name, lost):
                 del contents.records[name]
         to_do = by_fleet(
             entry for name, entry in sound.entries.items() if name not in contents.records
@@ -103,7 +103,7 @@ def _recipe(folder: Path, study: dict[str, Any]) -> Recipe:
     )
 
 
-def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
+def _is_sound(source: Store, name: str, lost: list[str]) -> bool:
     if name not in source.contents.entries:
         lost.append(f"the result of {name}: its configuration is lost")
         return False

@@ -77,8 +77,8 @@ class Store:
 
         A folder without a study becomes one with the contents `create`.
         """
-        with writing(folder, create) as opened:
-            yield cls(folder, opened.connection, opened.detector)
+        with writing(folder, create) as (connection, detector):
+            yield cls(folder, connection, detector)
 
     @classmethod
     @contextmanager
