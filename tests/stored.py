@@ -35,8 +35,8 @@ def study(folder: Path) -> Iterator[Store]:
 def as_older_versions(opened: Store) -> None:
     """Go on with a write-ahead log, as versions did that are older than the rollback journal."""
     opened._connection.execute("PRAGMA journal_mode = WAL")
-    assert opened._guard is not None
-    opened._guard._version = opened._guard._data_version()
+    assert opened._detector is not None
+    opened._detector._version = opened._detector._data_version()
 
 
 def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
@@ -47,7 +47,10 @@ def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
 
 
 def journal_back_to(state: bytes) -> bytes:
-    """The rollback journal of a process that was killed in the middle of a commit, which leads back to this state of the file."""
+    """The rollback journal of a process that was killed in the middle of a commit.
+
+    It leads back to this state of the file.
+    """
     size, nonce = 4096, 7
     pages = [state[start : start + size] for start in range(0, len(state), size)]
     header = [len(pages), nonce, len(pages), 512, size]

@@ -23,7 +23,10 @@ from onepass.learners import METHODS
 from onepass.streams import STREAMS, mnist
 from onepass.studies import recipe
 
-TINY = "run quickstart --methods van --seeds 2 --set train_examples=60 --set test_examples=40 --set grids.van.learning_rate=0.1"
+TINY = (
+    "run quickstart --methods van --seeds 2 --set train_examples=60 --set test_examples=40"
+    " --set grids.van.learning_rate=0.1"
+)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -378,10 +381,9 @@ def test_a_study_of_which_nothing_can_be_compared_is_not_verified(
     assert exit_code("verify", str(folder / "out")) == 1
     text = capsys.readouterr().out
     assert "not published" in text
-    assert (
-        "nothing was compared: the paper's numbers are not for this study, which has train_examples=60, test_examples=40"
-        in text
-    )
+    changes = "train_examples=60, test_examples=40"
+    why = f"the paper's numbers are not for this study, which has {changes}"
+    assert f"nothing was compared: {why}" in text
 
 
 def test_merging_a_study_into_a_new_folder_copies_it(

@@ -1,4 +1,4 @@
-"""Everyday trouble on the command line: one sentence and exit code 2, whatever names, values and places are given."""
+"""Everyday trouble on the command line is one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a study and odd things in it, which is the current one. Refused commands leave it as it is."""
+    """The current folder, with a study and odd things in it; refused commands leave it as it is."""
     fill(tmp_path / "study")
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, with the rights they had, and a kill leaves nothing for long."""
+"""Writing files: completely or not at all, with the rights they had, and no leftovers for long."""
 
 from __future__ import annotations
 

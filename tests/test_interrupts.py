@@ -59,7 +59,7 @@ class Started:
             time.sleep(0.01)
 
     def end(self, kind: signal.Signals = signal.SIGINT) -> int:
-        """Press Ctrl-C, which the whole group hears, or send another signal to the driving process; the exit code."""
+        """Press Ctrl-C, which the whole group gets, or send the driver a signal; the exit code."""
         if kind == signal.SIGINT:
             os.killpg(self.pid, kind)
         else:
@@ -90,7 +90,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 
 LONG = (
-    "run quickstart --methods van,ewc,a-gem --seeds 2 --set train_examples=200 --set test_examples=20 --set grids.van.learning_rate=0.1"
+    "run quickstart --methods van,ewc,a-gem --seeds 2 --set train_examples=200"
+    " --set test_examples=20 --set grids.van.learning_rate=0.1"
     " --set grids.ewc.learning_rate=0.1 --set ewc.strength=10 --set grids.a-gem.learning_rate=0.1"
 )
 
@@ -339,7 +340,8 @@ def wait(futures, **_):
     raise KeyboardInterrupt
 
 study.wait = wait
-sys.argv = ["onepass", *"run quickstart --methods ewc --set batch_size=1 --workers".split(), sys.argv[1]]
+command = "onepass run quickstart --methods ewc --set batch_size=1 --workers"
+sys.argv = [*command.split(), sys.argv[1]]
 main()
 """
 
@@ -354,7 +356,7 @@ def test_an_interrupt_that_comes_while_a_future_is_locked_ends_the_command(worke
 
 
 def stop_helpers(command: Started, which: str) -> list[int]:
-    """Stop (as SIGSTOP does) the worker processes of a command, or all of Python's helpers with them."""
+    """Stop (by SIGSTOP) the worker processes of a command, or all of Python's helpers with them."""
     command.wait_until(lambda: len(command.processes()) == 5)
     parents = {
         pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -134,5 +134,8 @@ def test_a_process_ends_as_quietly_as_its_command(study: str) -> None:
 
 
 def test_the_number_of_a_closed_stream_goes_to_no_other_file() -> None:
-    program = "import os; from onepass.output import open_closed_streams as o; os.close(1); o(); f = os.open('/dev/zero', 0); assert f > 2, f"
+    program = (
+        "import os; from onepass.output import open_closed_streams as o; os.close(1); o();"
+        " f = os.open('/dev/zero', 0); assert f > 2, f"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -15,7 +15,7 @@ from onepass.learners import METHODS
 from onepass.protocol import Run, assemble
 from onepass.recording import BETA, accuracy
 from onepass.report.table import summaries
-from onepass.report.verify import verdicts
+from onepass.report.verify import verify
 from onepass.studies.fetch import locate
 from onepass.studies.recipe import load
 from onepass.studies.results import evaluation, results
@@ -50,12 +50,11 @@ UNEXPLAINED: dict[str, set[str]] = {"permuted-mnist": set(), "split-cifar": {"ge
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_the_verdict_on_the_record_is_the_one_in_the_docs(name: str) -> None:
-    found = verdicts(RECORDS / name)
+    found = verify(RECORDS / name)
     assert not found.changes
-    assert {(v.method, v.metric) for v in found.verdicts if v.judgement == "differs"} == DIFFERENT[
-        name
-    ]
-    assert {v.method for v in found.verdicts if not v.accepted} == UNEXPLAINED[name]
+    different = {(c.method, c.metric) for c in found.comparisons if c.verdict == "differs"}
+    assert different == DIFFERENT[name]
+    assert {c.method for c in found.comparisons if not c.accepted} == UNEXPLAINED[name]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A study that is killed, terminated and interrupted again and again ends as if nothing had happened."""
+"""A study that is killed and interrupted again and again ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from onepass.metrics import Record
 from onepass.studies.store import Store
 
 STUDY = (
-    "run quickstart --methods van,ewc,a-gem --seeds 2 --checkpoint-every 7 --set train_examples=150 --set test_examples=30 --set hidden=[32]"
-    " --set grids.van.learning_rate=[0.1,0.03] --set grids.ewc.learning_rate=0.1 --set ewc.strength=10 --set grids.a-gem.learning_rate=0.1"
+    "run quickstart --methods van,ewc,a-gem --seeds 2 --checkpoint-every 7"
+    " --set train_examples=150 --set test_examples=30 --set hidden=[32]"
+    " --set grids.van.learning_rate=[0.1,0.03] --set grids.ewc.learning_rate=0.1"
+    " --set ewc.strength=10 --set grids.a-gem.learning_rate=0.1"
 )
 UNITS = (2 + 2) + (1 + 2) + (1 + 2)
 CODES = {
@@ -78,7 +80,10 @@ def stored(folder: Path) -> int:
 def disturb(
     folder: Path, workers: int, longest: float, random_: random.Random
 ) -> tuple[signal.Signals, bool]:
-    """Start or resume a study and send it a signal at a random moment; which one, and whether it came in time."""
+    """Start or resume a study and send it a signal at a random moment.
+
+    Returns which one, and whether it came in time.
+    """
     driver = start(folder, workers)
     time.sleep(random_.uniform(0, 0.8 * longest))  # in most rounds before it is finished
     kind = random_.choice(list(CODES))

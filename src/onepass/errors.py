@@ -1,4 +1,4 @@
-"""Bad input is one clear sentence: what is wrong and what to do."""
+"""Errors as one clear sentence: what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LONGEST = 400  # characters of a name that are shown whole: paths seldom have more
-MOST = 1000  # characters of a sentence: what is wrong and what to do fit
+LONGEST = 400  # characters of a name that is shown in full: paths seldom have more
+MOST = 1000  # characters of a sentence
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong; the message says what, and what to do. The command line exits with code 2.
+    """Bad input of the user: the message says what is wrong, and what to do.
 
-    It is one line, whatever the names in it are.
+    It is one line, whatever the names in it are. The command line exits with code 2.
 
     >>> print(InputError("cannot write a\\nb: choose another place"))
     cannot write a\\nb: choose another place
@@ -24,7 +24,7 @@ class InputError(ValueError):
 
 
 class LearntError(RuntimeError):
-    """A batch was learnt, or a task has ended, and only then something failed: `watch`, or `autosave`.
+    """`watch` or `autosave` failed, after a batch was learnt or a task has ended.
 
     It is no `InputError`, which promises that nothing was changed: the same batch must not be given
     again. `__cause__` is the error itself.
@@ -32,7 +32,7 @@ class LearntError(RuntimeError):
 
 
 class already:  # noqa: N801 - used like a function
-    """An error inside comes after `done`, and its message says so."""
+    """Turn an error inside into a `LearntError`: `done` says what happened before."""
 
     # No generator: `contextlib` would raise a StopIteration again in the place of our error.
     def __init__(self, done: str) -> None:
@@ -63,11 +63,12 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> InputError:
 
 
 def is_out_of_memory(reason: BaseException | None) -> bool:
-    """Whether an error, or one on the way to which it happened, says that memory is used up: a CUDA graph that was being captured then fails in
-    words of its own.
+    """Whether an error, or one before it in its chain, says that memory is used up.
 
-    >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(RuntimeError("no"))
-    (True, False)
+    Out of memory, the capture of a CUDA graph fails with a message of its own.
+
+    >>> [is_out_of_memory(RuntimeError(text)) for text in ("CUDA error: out of memory", "no")]
+    [True, False]
     """
     signs = ("not enough memory", "can't allocate memory", "ALLOC_FAILED", "out of memory")
     while reason is not None:
@@ -78,7 +79,7 @@ def is_out_of_memory(reason: BaseException | None) -> bool:
 
 
 def first_line(reason: BaseException) -> str:
-    """What an error says, in one line.
+    """The first line of an error's message, or its type.
 
     >>> first_line(ValueError("no\\nbecause")), first_line(KeyboardInterrupt())
     ('no', 'KeyboardInterrupt')
@@ -87,7 +88,7 @@ def first_line(reason: BaseException) -> str:
 
 
 def one_line(sentence: str) -> str:
-    """A sentence as one line of printable characters, whatever names it quotes: long ones are shortened, control characters escaped.
+    """A sentence as one line: long names in it are shortened, control characters escaped.
 
     >>> one_line("there is no a\\nb"), len(one_line("no " + "x" * 5000))
     ('there is no a\\\\nb', 204)
@@ -104,7 +105,7 @@ def one_line(sentence: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of which the middle is left out where it has more than `most` characters.
+    """A text of at most `most` characters: the middle of a longer one is left out.
 
     >>> shortened("abcdefgh", 6), shortened("abcdef", 6)
     ('abc…fgh', 'abcdef')
@@ -113,14 +114,12 @@ def shortened(text: str, most: int) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a sentence can quote it: short, in one line, whatever its own `repr` does.
+    """A value as a sentence quotes it: short and in one line, whatever its own `repr` does.
 
     >>> shown("fast"), shown([0] * 1000)[-10:], shown(10**5000)
     ("'fast'", ', 0, 0, 0]', 'a value of type int')
     """
     try:
         return shortened(" ".join(repr(value).split()), 100)
-    except (
-        Exception
-    ):  # Python writes no number of thousands of digits, and a repr may raise anything
+    except Exception:  # a number of thousands of digits, or a repr that raises
         return f"a value of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Writing files: whole ones or none. Reading plain ones: no more than expected."""
+"""Writing files completely or not at all, and reading plain files up to a limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from onepass.interrupts import Opened
 from onepass.special_files import is_device, pour
 
 LONGEST_HEADER = 2**22  # bytes: a fleet has some thousand tensors
-TEMPORARY = ".onepass-partial-"  # how the names of unfinished files begin: no other program's do
+TEMPORARY = ".onepass-partial-"  # the names of unfinished files begin so, and only theirs
+# What a parser raises for content that it does not expect.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 _UNFINISHED = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{16}(-[0-9a-f]{16})?")
 
 
@@ -36,7 +38,8 @@ class StorageError(InputError):
 def cannot_write(path: Path, reason: Exception) -> StorageError:
     why = getattr(reason, "strerror", None) or str(reason)
     return StorageError(
-        f"cannot write {path} ({why}): make room or choose another place, and give the same command again; what is finished is kept"
+        f"cannot write {path} ({why}): make room or choose another place, and give the same"
+        " command again; what is finished is kept"
     )
 
 
@@ -71,7 +74,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[None]:
-    """Make a folder; after an error inside, those that were made are gone if nothing is in them."""
+    """Make a folder; after an error inside, the folders that were made are removed if empty."""
     made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         make_folder(path)
@@ -84,10 +87,11 @@ def new_folder(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write to a temporary name, flush, and rename: a reader sees the old file or the new one, never a part, even after a power cut.
+    """Write to a temporary name, flush, and rename.
 
-    A file that is replaced hands on its mode and, where possible, its owner; a new one obeys the
-    umask. A link is followed, and what is no plain file (a pipe, a device) is simply written to.
+    So a reader sees the old file or the new one, never a part, even after a power cut. A file that
+    is replaced hands on its mode and, where possible, its owner; a new one obeys the umask. A link
+    is followed, and what is no plain file (a pipe, a device) is simply written to.
     """
     try:
         if is_device(path):
@@ -108,7 +112,7 @@ def write_out(path: Path, content: bytes) -> None:
 def write_here(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write as `write` does, but replace what has this name: a link leads to files of others.
 
-    `mode` is what the umask leaves something of if the file is new.
+    A new file has the `mode`, less what the umask removes.
     """
     try:
         before = path.stat() if path.is_file() and not path.is_symlink() else None
@@ -131,9 +135,9 @@ def write_here(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file to read from, or an OSError: a pipe or a device may have no end.
+    """Open a plain file to read from, or raise an OSError: a pipe or a device may have no end.
 
-    A pipe without a writer would be waited for, and to open a device may change it.
+    Opening a pipe would wait for a writer, and opening a device may change it.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file")
@@ -141,7 +145,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int) -> bytes:
-    """All of a plain file of at most `most` bytes, or an OSError."""
+    """Return the content of a plain file of at most `most` bytes, or raise an OSError."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -150,12 +154,12 @@ def read_plain(path: Path, most: int) -> bytes:
 
 
 def header_is_short(content: bytes) -> bool:
-    """Whether the header of a safetensors file is one of few tensors: thirty times its size is taken."""
+    """Whether the header of a safetensors file is short: parsing it takes thirty times its size."""
     return int.from_bytes(content[:8], "little") <= LONGEST_HEADER
 
 
 def resolved(path: Path) -> Path:
-    """Where a path leads to; links that lead nowhere are refused."""
+    """The path without links; raises for links that lead nowhere."""
     try:
         return path.resolve()
     except RuntimeError:  # what Python 3.11 makes of a loop
@@ -168,11 +172,11 @@ def resolved(path: Path) -> Path:
 
 
 def _begin(path: Path, mode: int) -> tuple[int, Path]:
-    """A new file to write the content of `path` to, which this process alone writes.
+    """A new file for the content of `path`, which only this process writes.
 
-    Its name depends on the target and this machine, so what a killed process has left there is found
-    without listing the folder, and removed. While a file is being written it is locked: another
-    process that writes to the same target takes a random name.
+    Its name depends on the target and this machine, so what a killed process has left there is
+    found without listing the folder, and removed. While a file is being written it is locked:
+    another process that writes to the same target takes a random name.
     """
     name = temporary_name(path.name)
     first, second = path.with_name(name), path.with_name(f"{name}-{secrets.token_hex(8)}")
@@ -193,9 +197,9 @@ def _begin(path: Path, mode: int) -> tuple[int, Path]:
 
 
 def temporary_name(name: str) -> str:
-    """How an unfinished file is called: by this machine and by its target.
+    """The name of an unfinished file, made from this machine and the target.
 
-    This machine's locks say whether the process that writes it has ended.
+    The machine's locks show whether the process that writes it has ended.
     """
     return f"{TEMPORARY}{digest(platform.node())[:8]}{digest(os.fsencode(name))[:8]}"
 
@@ -256,7 +260,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented JSON, with arrays as nested lists and null for what is no finite number."""
+    """Write indented JSON: arrays as nested lists, null for what is no finite number."""
     write_out(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
 
 
@@ -274,7 +278,7 @@ def digest(content: bytes | str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON knows: null for NaN, lists for arrays and tuples.
+    """A value as JSON can have it: null for NaN, lists for arrays and tuples.
 
     >>> _plain({"a": np.array([1.5, np.nan]), "b": (float("inf"), 1)})
     {'a': [1.5, None], 'b': [None, 1]}

@@ -1,24 +1,25 @@
-"""Interrupts that wait: a Ctrl-C in the middle of a change is delivered once the change is whole.
+"""Interrupts that wait: a Ctrl-C in the middle of a change is delivered when that is complete.
 
 Python runs the handler of a signal between any two instructions of the main thread, so a
-`KeyboardInterrupt` can strike between two writes that belong together. Inside `Held` a signal is
-remembered, and its handler is called at the end, when all is whole.
+`KeyboardInterrupt` can come between two writes that belong together. Inside `Held` a signal is
+only noted, and its handler is called at the end, when the change is complete.
 
 Code of the user that runs inside, such as the forward pass of a module, is put into `Opened`. There
-Ctrl-C strikes at once if its handler is Python's own, and the code around it undoes what was begun.
+Ctrl-C raises at once if its handler is Python's own, and the code around it undoes what was begun.
 A handler of the user's own always waits for the end: it may want to save what is being changed.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # what `signal` wraps, at a tenth of its cost: steps can be short
+# `signal` wraps it, at ten times the cost: steps can be short.
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-# Those whose handlers commonly raise, or save what there is (schedulers of clusters send them in time).
+# Those whose handlers commonly raise, or save what there is (cluster schedulers send them early).
 SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -29,14 +30,14 @@ SIGNALS = (
 )
 
 _depth = 0  # how many `Held` the main thread is in
-_open = False  # is it in `Opened` inside them?
+_open = False  # whether it is in `Opened` inside them
 _pending: list[int] = []
 
 
 class _StandIn:
     """Our handler of a signal, in the place of another one.
 
-    It knows that one itself: a handler of the user's own may call this one later on.
+    It refers to that one itself: a handler of the user's own may call this one later on.
     """
 
     __slots__ = ("handler",)
@@ -51,14 +52,17 @@ class _StandIn:
             if number not in _pending:
                 _pending.append(number)
             if _open:
-                _strike()
+                _raise_interrupt()
 
 
 _ours: dict[int, _StandIn] = {}  # by the number of the signal
 
 
 class Held:
-    """Signals that come inside are delivered at the end. It may be nested; other threads pass."""
+    """Signals that come inside are delivered at the end. It may be nested.
+
+    It has no effect in threads other than the main thread.
+    """
 
     __slots__ = ("_main", "_was")
 
@@ -83,11 +87,11 @@ class Held:
                 finally:
                     _deliver()
             elif _open:
-                _strike()
+                _raise_interrupt()
 
 
 class Opened:
-    """Inside `Held`: a Ctrl-C that has come, or comes now, strikes at once."""
+    """Inside `Held`: a Ctrl-C that has come, or comes now, raises at once."""
 
     __slots__ = ("_main", "_was")
 
@@ -97,7 +101,7 @@ class Opened:
         if self._main:
             self._was = _open
             _open = True
-            _strike()
+            _raise_interrupt()
 
     def __exit__(self, *_: object) -> None:
         global _open
@@ -110,7 +114,7 @@ def _install() -> None:
     for number in SIGNALS:
         handler = _signal.getsignal(number)
         # Without a handler in Python, a signal is ignored or ends the process: it cannot raise.
-        if isinstance(handler, _StandIn):  # left by an interrupt that struck while it was put back
+        if isinstance(handler, _StandIn):  # an interrupt came while the handler was put back
             _ours[number] = handler
         elif callable(handler):
             if number not in _ours or _ours[number].handler is not handler:
@@ -125,17 +129,17 @@ def _uninstall() -> None:
             _signal.signal(number, ours.handler)
 
 
-def _strike() -> None:
+def _raise_interrupt() -> None:
     """Raise a Ctrl-C that has come, in code of the user inside `Held`."""
     global _open
     if signal.SIGINT in _pending and _ours[signal.SIGINT].handler is signal.default_int_handler:
-        _open = False  # what was begun is undone without another interrupt
+        _open = False  # no other interrupt while what was begun is undone
         _pending.remove(signal.SIGINT)
         raise KeyboardInterrupt
 
 
 def _deliver() -> None:
-    """Call the handlers of the signals that have come, each of them, whatever the others raise."""
+    """Call the handler of each signal that has come, whatever the others raise."""
     if _pending:
         try:
             signal.raise_signal(_pending.pop(0))
@@ -144,7 +148,10 @@ def _deliver() -> None:
 
 
 def _in_child() -> None:
-    """A child has only the thread that forked: if that was not the main thread, its calls are over."""
+    """Forget the parent's main thread in a child that another thread has forked.
+
+    A child has only the thread that forked it.
+    """
     global _depth, _open, _main
     if threading.main_thread() is not _main:
         _main, _depth, _open = threading.main_thread(), 0, False

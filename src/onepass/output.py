@@ -1,6 +1,7 @@
-"""Standard output and standard error of a command: neither encodings nor closed or full ones end it with a traceback.
+"""Standard output and standard error of a command.
 
-What is printed on standard error is a view, which is not worth a study: trouble with it is ignored.
+No encoding, closed stream or full disk ends it with a traceback. What is printed on standard error
+is only a view: errors in writing it are ignored.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ class OutputError(InputError):
 
     def __init__(self, reason: OSError) -> None:
         super().__init__(
-            f"cannot write to standard output ({reason.strerror or reason}): make room, or direct it to another place"
+            f"cannot write to standard output ({reason.strerror or reason}): make room, or direct"
+            " it to another place"
         )
-        self.closed = (
-            reason.errno == errno.EPIPE
-        )  # by a reader that has seen enough, such as `head`
+        self.closed = reason.errno == errno.EPIPE  # by a reader such as `head`
 
 
 def _replacement(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The bytes of a file's name as they are, and a question mark for a character that the encoding does not have."""
+    """The bytes of a file's name as they are; "?" for a character that the encoding lacks."""
     with suppress(UnicodeError):
         return codecs.lookup_error("surrogateescape")(error)
     assert isinstance(error, UnicodeEncodeError)
@@ -42,7 +42,7 @@ codecs.register_error("onepass", _replacement)
 
 
 class _Stream:
-    """A stream whose trouble is an `OutputError`, or nothing at all."""
+    """A stream whose errors are `OutputError`s, or ignored if it is `quiet`."""
 
     def __init__(self, stream: Any, quiet: bool) -> None:
         self._stream, self._quiet = stream, quiet
@@ -68,7 +68,7 @@ class _Stream:
                 raise OutputError(reason) from None
 
     def end(self) -> None:
-        """Let what cannot be written go nowhere, or Python would complain about it when it ends."""
+        """Discard what cannot be written; else Python reports it when it ends."""
         try:
             self._stream.flush()
         except OSError:
@@ -96,7 +96,10 @@ def guarded() -> Iterator[None]:
 
 
 def open_closed_streams() -> None:
-    """Give the numbers of standard streams that are closed to nothing, or the next file that is opened would be written to by mistake."""
+    """Open the null device for standard streams that are closed.
+
+    Otherwise the next file that is opened gets such a stream's number, and what is printed.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -105,14 +108,9 @@ def open_closed_streams() -> None:
 
 
 def forget_odd_sizes() -> None:
-    """A terminal has the size that it has, unless `COLUMNS` and `LINES` name a possible one."""
-    for name in ("COLUMNS", "LINES"):
+    """Ignore `COLUMNS` and `LINES` where they name no possible size of a terminal."""
+    for name, least in (("COLUMNS", NARROWEST), ("LINES", 1)):
         value = os.environ.get(name, "")
-        possible = (
-            value.isascii()
-            and value.isdecimal()
-            and len(value) <= len(str(WIDEST))
-            and int(value) > 0
-        )
-        if value and not (possible and (name == "LINES" or int(value) >= NARROWEST)):
+        number = value.isascii() and value.isdecimal() and len(value) <= len(str(WIDEST))
+        if value and not (number and int(value) >= least):
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""Writing to what is no plain file: pipes, devices, and the streams of this process by their names, such as `/dev/stdout`."""
+"""Writing to what is no plain file: pipes, devices, and streams by names such as `/dev/stdout`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ def is_device(path: Path) -> bool:
 
 
 def pour(path: Path, content: bytes) -> None:
-    """Write all of `content`."""
+    """Write all of `content` to what is no plain file."""
     with os.fdopen(_opened(path), "wb") as file:
         file.write(content)
 
 
 def _descriptor(path: Path) -> int | None:
-    """The number of an open file that is written as a path; opened anew, one in a plain file would be written to from its beginning."""
+    """The number of an open file that a path names.
+
+    Such a file must not be opened anew: a plain file would be overwritten from its beginning.
+    """
     found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", str(path))
     return int(found[1]) if found else _NAMES.get(str(path))
 

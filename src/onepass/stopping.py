@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the first one stops a command in good order, the second one ends it at once.
 
-It does so whatever the command waits for."""
+The second one does so whatever the command waits for.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import NoReturn, TypeVar
 
 APART = 0.1  # seconds: tools like `timeout` send one signal twice, to a process and to its group
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-AGAIN = b"\0"  # no signal has this number
+AGAIN = b"\0"  # a request to send the interrupt again; no signal has this number
 
 Returned = TypeVar("Returned")
 
@@ -29,14 +30,18 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM came."""
 
 
+def exit_code(stop: KeyboardInterrupt) -> int:
+    return CODES[signal.SIGTERM if isinstance(stop, TerminatedError) else signal.SIGINT]
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Inside, SIGTERM interrupts as Ctrl-C does, once; the second signal ends all processes.
 
-    Python runs signal handlers in the main thread alone, which may be the one that hangs. So a
+    Python runs signal handlers only in the main thread, which may be the one that hangs. So a
     thread listens where the interpreter reports each signal as soon as it arrives.
 
-    An interrupt can strike where Python ignores errors, as in the callback of a weak reference. The
+    An interrupt can come where Python ignores errors, as in the callback of a weak reference. The
     thread then sends it again.
     """
     listening, reporting = os.pipe()
@@ -80,7 +85,7 @@ def _listen(reports: int) -> None:
     with open(reports, "rb", buffering=0) as source:
         while report := source.read(1):
             if report == AGAIN:
-                time.sleep(APART / 10)  # what ignores errors takes a moment
+                time.sleep(APART / 10)  # until the code that ignores errors has ended
                 sent += 1
                 signal.pthread_kill(threading.main_thread().ident or 0, kind)
             elif report[0] not in CODES:
@@ -94,9 +99,9 @@ def _listen(reports: int) -> None:
 
 
 def within(seconds: float, call: Callable[[], Returned]) -> Returned:
-    """What a call returns or raises; TimeoutError if it takes longer.
+    """Return or raise what a call does; raise a TimeoutError if it takes longer.
 
-    Then it is left behind in a thread, which does not keep the process from ending.
+    The call is then left behind in a thread, which does not keep the process from ending.
     """
     outcome: list[Callable[[], Returned]] = []
 
@@ -130,23 +135,20 @@ def end(code: object) -> NoReturn:
 
     From now on SIGTERM alone ends it at once.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # what Python does at its end would show a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Python's end it would show a traceback
     if _abandoned.is_set():
-        leave(code if isinstance(code, int) else 0 if code is None else 1)
+        leave(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)  # type: ignore[arg-type]
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, and the processes that it started: those that are stopped, too."""
+    """End this process now, and the processes that it started, stopped ones included."""
     for child in multiprocessing.active_children():
         with suppress(OSError, ValueError):
             child.kill()
     tracker = _resource_tracker()
-    for pid in _descendants(
-        os.getpid()
-    ):  # also those that Python has begun to start and does not know yet
+    # Also those that Python has begun to start and does not know yet.
+    for pid in _descendants(os.getpid()):
         _send(pid, signal.SIGCONT if pid == tracker else signal.SIGKILL)
     wake_helpers()
     kill_fork_server()
@@ -160,13 +162,13 @@ def leave(code: int) -> NoReturn:
 
 
 def kill_fork_server() -> None:
-    """End Python's fork server and the processes that it started. Whatever waits for it gets an error.
+    """End Python's fork server and the processes that it started; what waits for it gets an error.
 
-    Without it Python takes all of them for ended, and has never heard of one that just began.
+    Without the server Python takes all of them for ended, and one that just began is unknown to it.
     """
     helper = fork_server()
     if helper is not None:
-        _send(helper, signal.SIGSTOP)  # it starts no others
+        _send(helper, signal.SIGSTOP)  # so that it starts no others
         for pid in (*_descendants(helper), helper):
             _send(pid, signal.SIGKILL)
 
@@ -182,7 +184,7 @@ def wake_helpers() -> None:
 
 
 def _descendants(of: int) -> list[int]:
-    """The processes that one has started, and those that they started; none if this is no Linux."""
+    """The processes that one has started, and those that they started; none without Linux."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it is gone
@@ -213,13 +215,13 @@ def _send(pid: int | None, kind: signal.Signals) -> None:
 def cpu_seconds(pid: int) -> float | None:
     """The time that a process has computed; None if it is gone, or this is no Linux."""
     try:
-        return time.clock_gettime(~pid << 3 | 2)  # the name that Linux gives this clock
+        return time.clock_gettime(~pid << 3 | 2)  # the number that Linux gives this clock
     except (OSError, OverflowError):
         return None
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether a process was stopped by a signal. A frozen cgroup does not show."""
+    """Whether a process was stopped by a signal; a frozen cgroup cannot be seen here."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):  # it is gone, or this is no Linux

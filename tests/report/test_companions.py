@@ -51,7 +51,7 @@ def recipe(
 def made(
     folder: Path, asked: Recipe, make: dict[str, Make] | None = None, rows: int = 2, leave: int = 0
 ) -> Path:
-    """A study with the same record everywhere but for what `make` makes of it; without the last `leave` runs."""
+    """A study with the same record everywhere, changed by `make`, without the last `leave` runs."""
     with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
         for name in asked.methods:
             tried = cross_validation(asked, name)
@@ -251,7 +251,7 @@ def test_a_recipe_without_published_numbers_prints_ours_alone(tmp_path: Path) ->
 def test_a_study_without_a_memory_says_what_it_has_not(tmp_path: Path) -> None:
     text = printed(made(tmp_path, recipe("van,multi-task")))
     assert "GEM, S-GEM and A-GEM: none of them is in this study" in text
-    assert "violations a task: no method here has counted any" in text
+    assert "violations per task: no method here has counted any" in text
 
 
 @pytest.mark.parametrize("how", ["a run", "every grid point"])
@@ -329,7 +329,10 @@ def test_json_has_what_the_tables_show(tmp_path: Path) -> None:
 
 
 def test_parts_of_the_state_of_real_runs_are_what_they_are_called(tmp_path: Path) -> None:
-    small = "--seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[8] --set memory_per_task=10"
+    small = (
+        "--seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[8]"
+        " --set memory_per_task=10"
+    )
     grids = [f"grids.{name}.learning_rate=0.01" for name in ("van", "ewc", "a-gem")]
     changes = [word for change in [*grids, "grids.ewc.strength=1"] for word in ("--set", change)]
     with redirect_stdout(StringIO()), pytest.raises(SystemExit):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onepass.metrics import Record, select
-from onepass.report.table import better_than_agem, document, table
+from onepass.report.table import better_than_baseline, document, table
 from onepass.studies.recipe import load
 from onepass.studies.results import Result
 from onepass.studies.store import Unit
@@ -61,13 +61,14 @@ def test_the_table_says_who_beats_a_gem_with_the_same_examples() -> None:
 )
 def test_a_lead_within_the_noise_is_none(er: tuple[float, ...], why: str) -> None:
     assert (
-        better_than_agem({"a-gem": result("a-gem", 0.5, 0.6, 0.7), "er": result("er", *er)}) == {}
+        better_than_baseline({"a-gem": result("a-gem", 0.5, 0.6, 0.7), "er": result("er", *er)})
+        == {}
     ), why
 
 
 def test_seeds_that_diverged_are_no_lead() -> None:
     lost = Result("er", {}, [record(0.9, 0), record(0.9, 1), record(0.9, 2, diverged=True)])
-    assert better_than_agem({"a-gem": result("a-gem", 0.5, 0.6, 0.7), "er": lost}) == {}
+    assert better_than_baseline({"a-gem": result("a-gem", 0.5, 0.6, 0.7), "er": lost}) == {}
 
 
 def test_a_second_look_is_marked_and_explained() -> None:
@@ -76,7 +77,7 @@ def test_a_second_look_is_marked_and_explained() -> None:
         {"mas": result("mas", 0.5), "van": result("van", 0.5), "ewc": result("ewc", 0.5)},
     )
     assert list(made.columns[0].cells) == ["mas†", "van", "ewc"]
-    assert "† looks at each task's data a second time" in str(made.caption)
+    assert "† sees each task's data a second time" in str(made.caption)
     own = load("split-digits", ["options.ewc.fisher=per-task"], methods="ewc")
     assert list(table(own, {"ewc": result("ewc", 0.5)}).columns[0].cells) == ["ewc†"]
     assert "†" not in caption(result("van", 0.5))

@@ -14,7 +14,7 @@ from rich.console import Console
 from onepass.errors import InputError
 from onepass.metrics import Record
 from onepass.report import verify
-from onepass.report.verify import judge, verdicts
+from onepass.report.verify import compare
 from onepass.studies import recipe as recipes
 from onepass.studies.paper import KNOWN_DIFFERENCES, KnownDifference, Paper, known_differences
 from onepass.studies.recipe import Recipe, load
@@ -27,14 +27,14 @@ RECIPE = load("quickstart", None, "van")
 def test_reproduced_means_within_twice_the_combined_standard_error() -> None:
     ours = [0.50, 0.52, 0.48, 0.51, 0.49]
     error = 2 * math.sqrt(np.var(ours, ddof=1) / 5 + 0.01**2 / 4)
-    assert judge(ours, [0.50 + 0.999 * error, 0.01], 5, 0.0) == "reproduced"
-    assert judge(ours, [0.50 - 0.999 * error, 0.01], 5, 0.0) == "reproduced"
-    assert judge(ours, [0.50 + 1.001 * error, 0.01], 5, 0.0) == "differs"
+    assert compare(ours, [0.50 + 0.999 * error, 0.01], 5, 0.0) == "reproduced"
+    assert compare(ours, [0.50 - 0.999 * error, 0.01], 5, 0.0) == "reproduced"
+    assert compare(ours, [0.50 + 1.001 * error, 0.01], 5, 0.0) == "differs"
 
 
 def test_a_population_deviation_over_ten_runs_says_more_than_over_five() -> None:
-    assert judge([0.5], [0.5099, 0.01], 5, 0.0) == "reproduced"  # 2 · 0.01/√4
-    assert judge([0.5], [0.5099, 0.01], 10, 0.0) == "differs"  # 2 · 0.01/√9
+    assert compare([0.5], [0.5099, 0.01], 5, 0.0) == "reproduced"  # 2 · 0.01/√4
+    assert compare([0.5], [0.5099, 0.01], 10, 0.0) == "differs"  # 2 · 0.01/√9
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_a_population_deviation_over_ten_runs_says_more_than_over_five() -> None
     [("A_T", 0.015), ("F_T", 0.03), ("worst_forgetting", 0.03), ("LCA_10_trapezoid", 0.02)],
 )
 def test_close_has_a_margin_for_each_metric(metric: str, margin: float) -> None:
-    assert judge([0.5], [0.5 + margin], 5, verify.CLOSE[metric]) == "close"
-    assert judge([0.5], [0.5 + margin + 1e-6], 5, verify.CLOSE[metric]) == "differs"
+    assert compare([0.5], [0.5 + margin], 5, verify.CLOSE[metric]) == "close"
+    assert compare([0.5], [0.5 + margin + 1e-6], 5, verify.CLOSE[metric]) == "differs"
 
 
 def made(
@@ -53,7 +53,7 @@ def made(
     accuracy: float = 0.5,
     **more: Any,
 ) -> verify.Verification:
-    """The verdicts on a study of one method that got `accuracy` everywhere, if the paper had published that."""
+    """A study of one method with `accuracy` everywhere, compared with what the paper published."""
     monkeypatch.setattr(
         verify,
         "from_stored",
@@ -84,11 +84,11 @@ def made(
         )
         if failed:
             store.fail([unit.id for unit in units[-5:]], failed)
-    return verdicts(folder)
+    return verify.verify(folder)
 
 
-def judgements(found: verify.Verification) -> dict[str, str]:
-    return {verdict.metric: verdict.judgement for verdict in found.verdicts}
+def verdicts(found: verify.Verification) -> dict[str, str]:
+    return {one.metric: one.verdict for one in found.comparisons}
 
 
 def seen(found: verify.Verification) -> str:
@@ -103,7 +103,7 @@ def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(
     found = made(
         tmp_path, monkeypatch, {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]}
     )
-    assert judgements(found) == {
+    assert verdicts(found) == {
         "A_T": "reproduced",
         "F_T": "close",
         "worst_forgetting": "not published",
@@ -126,7 +126,7 @@ def test_a_difference_is_accepted_only_if_it_is_known(
 
 
 @pytest.mark.parametrize(
-    ("published", "ours", "judgement"),
+    ("published", "ours", "verdict"),
     [
         ("diverged", {"diverged": True}, "reproduced"),
         ("diverged", {}, "differs"),
@@ -142,13 +142,13 @@ def test_a_difference_is_accepted_only_if_it_is_known(
 def test_failures_are_results_too(
     published: Any,
     ours: dict[str, Any],
-    judgement: str,
+    verdict: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = made(tmp_path, monkeypatch, published, **ours)
-    assert list(judgements(found).values()) == [judgement]
-    assert found.accepted == (judgement == "reproduced")
+    assert list(verdicts(found).values()) == [verdict]
+    assert found.accepted == (verdict == "reproduced")
 
 
 def test_a_study_that_is_not_finished_is_not_accepted(
@@ -156,7 +156,7 @@ def test_a_study_that_is_not_finished_is_not_accepted(
 ) -> None:
     for folder, published in (("a", {"A_T": [0.5, 0.01]}), ("b", None), ("c", "diverged")):
         found = made(tmp_path / folder, monkeypatch, published, missing=1)
-        assert list(judgements(found).values()) == ["unfinished"]
+        assert list(verdicts(found).values()) == ["unfinished"]
         assert not found.accepted
 
 
@@ -164,13 +164,11 @@ def test_published_numbers_are_not_for_a_changed_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, recipe={"memory_per_task": 7})
-    assert judgements(found) == {"–": "not published"}
+    assert verdicts(found) == {"–": "not published"}
     assert found.changes == ["memory_per_task=7"]
     assert not found.accepted
-    assert (
-        "nothing was compared: the paper's numbers are not for this study, which has memory_per_task=7"
-        in seen(found)
-    )
+    why = "the paper's numbers are not for this study, which has memory_per_task=7"
+    assert f"nothing was compared: {why}" in seen(found)
 
 
 @pytest.mark.parametrize("published", [None, {}, {"violations": [3.0]}])
@@ -178,7 +176,7 @@ def test_a_study_without_published_numbers_is_not_accepted(
     published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = made(tmp_path, monkeypatch, published)
-    assert set(judgements(found).values()) == {"not published"}
+    assert set(verdicts(found).values()) == {"not published"}
     assert not found.accepted
     assert "nothing was compared: the recipe has no published numbers for these methods" in seen(
         found
@@ -189,7 +187,7 @@ def test_one_number_that_is_compared_is_enough_to_accept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]})
-    assert list(judgements(found).values()).count("not published") > 0
+    assert list(verdicts(found).values()).count("not published") > 0
     assert found.accepted
     assert "nothing was compared" not in seen(found)
 
@@ -211,4 +209,4 @@ def test_the_file_of_known_differences_names_recipes_methods_and_metrics_that_ex
 
 def test_a_folder_without_a_study_cannot_be_verified(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no study"):
-        verdicts(tmp_path)
+        verify.verify(tmp_path)

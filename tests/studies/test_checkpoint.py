@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was interrupted ends as if it had not been, and a damaged checkpoint is refused."""
+"""Checkpoints: an interrupted run ends as if it had not been, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def assert_same_parameters(one: Path, other: Path) -> None:
 def test_reference_batches_that_are_drawn_from_a_larger_memory_go_on_where_they_were(
     tmp_path: Path,
 ) -> None:
-    """With a reference batch of the whole memory there is nothing to draw, and a wrong step number would go unnoticed."""
+    """The reference batch is smaller than the memory, so that a wrong step number is noticed."""
 
     def go(keeper: Checkpoints | None) -> list[Record]:
         return train(

@@ -144,7 +144,7 @@ def test_a_study_stops_when_its_scheduler_is_gone(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "LOOK": 0.1, "SILENT": 60.0}.items():
+    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "POLL": 0.1, "SILENT": 60.0}.items():
         monkeypatch.setattr(cluster_module, name, seconds)
 
 
@@ -234,10 +234,8 @@ def test_a_scheduler_that_falls_silent_is_noticed(
     with executor(1, 1, empty.scheduler_address) as where:
         monkeypatch.setattr(where._client, "nthreads", lambda: over.wait(60))  # type: ignore[attr-defined]
         time.sleep(0.7)
-        assert (
-            where.held_up()
-            == f"the Dask scheduler at {empty.scheduler_address} does not answer; waiting for up to 60 seconds"
-        )
+        silent = f"the Dask scheduler at {empty.scheduler_address} does not answer"
+        assert where.held_up() == f"{silent}; waiting for up to 60 seconds"
         monkeypatch.setattr(cluster_module, "SILENT", 0.5)
         with pytest.raises(InputError, match=r"has not answered for 0\.5 seconds: start it anew"):
             where.held_up()
@@ -248,7 +246,7 @@ def test_a_scheduler_that_falls_silent_is_noticed(
 def test_a_worker_that_takes_long_to_tell_its_versions_is_not_taken_for_a_silent_scheduler(
     cluster: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "LOOK", 60.0)
+    monkeypatch.setattr(cluster_module, "POLL", 60.0)
     monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(cluster_module, "SOON", 0.4)
     with executor(1, 1, cluster.scheduler_address) as where:
@@ -274,7 +272,7 @@ def another_version(scheduler: Any, folder: Path, file: str, line: str) -> Itera
 def workers(
     scheduler: Any, folder: Path, package: Path, count: int = 1
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of a package that work for a scheduler without any, and that nobody starts again."""
+    """Worker processes of a package, for a scheduler that has none and does not restart them."""
     command = [
         sys.executable,
         "-m",
@@ -325,11 +323,9 @@ def foreign(
 def test_a_worker_with_another_version_that_joins_later_is_refused(
     empty: distributed.LocalCluster, tmp_path: Path
 ) -> None:
+    host = empty.scheduler_address.rpartition(":")[0]
     with (
-        pytest.raises(
-            InputError,
-            match=f"{empty.scheduler_address.rpartition(':')[0]}.* has other software: it has onepass",
-        ),
+        pytest.raises(InputError, match=f"{host}.* has other software: it has onepass"),
         executor(1, 1, empty.scheduler_address) as where,
         another_version(empty.scheduler, tmp_path, "metrics.py", "# another version"),
     ):
@@ -346,7 +342,10 @@ def _look_until_refused(where: Executor) -> None:
 def test_a_worker_with_another_version_is_refused_by_its_address(
     foreign: str, empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sentence = f"the Dask worker at {foreign} has other software: it has onepass and torch source-[0-9a-f]+ and torch .*, not source-.*; install there"
+    sentence = (
+        f"the Dask worker at {foreign} has other software: it has onepass and torch"
+        " source-[0-9a-f]+ and torch .*, not source-.*; install there"
+    )
     with pytest.raises(InputError, match=sentence), executor(1, 1, empty.scheduler_address):
         pass
     monkeypatch.setattr(
@@ -429,7 +428,10 @@ BROKEN = [
 def test_a_worker_that_cannot_import_the_package_is_refused_by_its_address(
     foreign: str, empty: distributed.LocalCluster
 ) -> None:
-    sentence = f"the Dask worker at {foreign} has other software: it cannot import ours .(SyntaxError|RuntimeError|OSError): "
+    sentence = (
+        f"the Dask worker at {foreign} has other software: it cannot import ours"
+        " .(SyntaxError|RuntimeError|OSError): "
+    )
     with pytest.raises(InputError, match=sentence), executor(1, 1, empty.scheduler_address):
         pass
 

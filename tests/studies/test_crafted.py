@@ -1,4 +1,4 @@
-"""A study that was written to deceive is refused with one sentence, or shown; no command ends in a traceback."""
+"""A study that was written to deceive is refused with one sentence, or shown: no traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from crafted import mutations, taken_from, written_to
 from fuzzing import in_a_process, limited
 from onepass.cli import main
 
-SMALL = "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[4] --set grids.van.learning_rate=0.1"
+SMALL = (
+    "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10"
+    " --set hidden=[4] --set grids.van.learning_rate=0.1"
+)
 READING = (
     ("status", "{}"),
     ("table", "{}", "--json", "{}/../t.json", "--csv", "{}/../t.csv"),

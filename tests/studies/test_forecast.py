@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from onepass.studies import packing, study
+from onepass.studies import forecast as forecasting
+from onepass.studies import packing, progress, study
 from onepass.studies.executors import Trained
 from onepass.studies.forecast import Forecast, Piece, weighed
 from onepass.studies.study import Means
@@ -36,7 +37,10 @@ ORDERS = {
 def simulated(
     pieces: list[Piece], workers: int, wrong: dict[str, float]
 ) -> tuple[list[float | None], list[float]]:
-    """What is said to be left every second of a study, and which share to be done; `wrong` is by how much methods cost more than is counted."""
+    """The seconds that are said to be left in every second of a study, and the share done.
+
+    `wrong` is by how much methods cost more than is counted.
+    """
     noise, forecast = random.Random(0), Forecast(COSTS, pieces)
     waiting = list(pieces)
     running: list[list[Any]] = []  # a piece, and how much of it is left
@@ -167,9 +171,9 @@ def test_a_study_whose_methods_cost_fifty_to_one_tells_how_long_it_takes(
     told = Told(clock)
     monkeypatch.setattr(packing, "cost_of_step", lambda _, name: {"van": 1, "a-gem": 50}[name])
     monkeypatch.setattr(study, "wait", clock.wait)
-    monkeypatch.setattr(
-        study, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
-    )
+    for module in (forecasting, progress):
+        now = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
+        monkeypatch.setattr(module, "time", now)
     with study.opened(tmp_path, small("van,a-gem")) as (store, recipe):
         study.run(recipe, store, Means(workers=workers), clock, told)  # type: ignore[arg-type]
     for now, left in told.left:

@@ -1,4 +1,4 @@
-"""Studies and checkpoints that are damaged at random: refused by a sentence, or exactly what was saved.
+"""Studies and checkpoints with random damage: refused by a sentence, or exactly what was saved.
 
 Each takes little memory and little time, and nothing is written.
 """
@@ -21,7 +21,7 @@ from fuzzing import Watch, in_a_process, listing, mutations, outcome
 from onepass.errors import InputError
 from onepass.protocol import Snapshot
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.rescue import rescue
 from stored import (
     GRID,
@@ -77,7 +77,7 @@ def _read_study(folder: Path) -> None:
 
 
 def _interrupted(folder: Path) -> None:
-    """A study whose writer was killed in the middle of a commit: a journal leads back to before it."""
+    """A study whose writer was killed in a commit: a journal leads back to the state before it."""
     with study(fill(folder)) as opened:
         opened.plan([RUNS])
         before = (folder / FILE).read_bytes()
@@ -86,7 +86,7 @@ def _interrupted(folder: Path) -> None:
 
 
 def _read_interrupted(folder: Path) -> None:
-    """The state before the commit or the one after it, and the next writer goes on with the same."""
+    """The state before or after the commit, and the next writer goes on with the same."""
     found = results_in(folder)
     assert found in (IDS - {unit.id for unit in RUNS}, IDS)
     with tempfile.TemporaryDirectory() as place:

@@ -15,14 +15,16 @@ import pytest
 
 from onepass.errors import InputError
 from onepass.metrics import Record
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.store import Store
 
 # Every method, two grid points, two seeds, two workers; a checkpoint every few steps.
 STUDY = (
     "run quickstart --methods van,ewc,a-gem,multi-task --seeds 2 --workers 2 --checkpoint-every 7"
-    " --set train_examples=150 --set test_examples=30 --set hidden=[32] --set grids.van.learning_rate=[0.1,0.03] --set ewc.strength=[1,100]"
-    " --set grids.ewc.learning_rate=0.1 --set grids.a-gem.learning_rate=[0.1,0.03] --set grids.multi-task.learning_rate=0.1"
+    " --set train_examples=150 --set test_examples=30 --set hidden=[32]"
+    " --set grids.van.learning_rate=[0.1,0.03] --set ewc.strength=[1,100]"
+    " --set grids.ewc.learning_rate=0.1 --set grids.a-gem.learning_rate=[0.1,0.03]"
+    " --set grids.multi-task.learning_rate=0.1"
 )
 UNITS = 3 * (2 + 2) + (1 + 2)
 
@@ -62,7 +64,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Record
 
 
 def run_and_kill(folder: Path, longest: float, random_: random.Random) -> None:
-    """Start or resume the study and kill its driver, all its processes, or first a worker and then the driver, at a random moment."""
+    """Start or resume the study, and kill some of it at a random moment.
+
+    That is its driver, all its processes, or first a worker and then the driver.
+    """
     driver = start(folder)
     time.sleep(random_.uniform(0, longest))
     workers = workers_of(driver.pid)

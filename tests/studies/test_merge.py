@@ -9,7 +9,7 @@ import pytest
 
 from crafted import Study, taken_from, written_to
 from onepass.errors import InputError
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.store import Store
@@ -125,7 +125,7 @@ def test_merging_a_damaged_study_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_merging_finished_studies_gives_a_finished_one(tmp_path: Path) -> None:
-    """Each study brings the grid of its own method; what the other has written about it does not count."""
+    """Each study brings the grid of its own method; what the other has about it does not count."""
     for folder, methods in (("a", "van"), ("b", "a-gem")):
         recipe = load(
             "quickstart",

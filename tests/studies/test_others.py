@@ -1,4 +1,4 @@
-"""Other processes, other files, other file systems: nothing of theirs is touched, and nothing they do goes unnoticed."""
+"""Other processes, files and file systems: they stay as they are, and what they do is noticed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from onepass.files import TEMPORARY, digest, temporary_name
 from onepass.protocol import Snapshot
 from onepass.studies import checkpoint, database, locking, recovery
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE, check_target
+from onepass.studies.progress import Progress, ProgressFile
 from onepass.studies.rescue import rescue
 from onepass.studies.store import Store
-from onepass.studies.study import _Progress
 from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, study
 
 QUICK = [
@@ -117,8 +117,8 @@ def test_tables_go_to_no_file_that_a_study_owns(tmp_path: Path) -> None:
         ".onepass-progress.json",
     ):
         with pytest.raises(InputError, match="belongs to a study"):
-            database.check_target(tmp_path / name)
-    database.check_target(tmp_path / "progress.json")
+            check_target(tmp_path / name)
+    check_target(tmp_path / "progress.json")
 
 
 # ---- links and pipes in a study from elsewhere
@@ -148,9 +148,9 @@ def test_what_a_study_says_about_itself_goes_through_no_link(
     ]
     for name in names:
         (tmp_path / name).symlink_to(victim)
-    progress = _Progress(tmp_path / names[0])
-    progress._shown = 0
-    progress.show([], 5.0)
+    progress = ProgressFile(tmp_path)
+    progress._written = 0
+    progress.show(Progress(5.0, {}))
     assert not (tmp_path / names[0]).is_symlink()
     assert json.loads((tmp_path / names[0]).read_text())["left"] == 5
     progress.remove()
@@ -273,10 +273,8 @@ def test_arrays_without_an_end_are_refused(
     endless(path, kind)
     with limited(10):
         assert outcome("table", str(tmp_path)) == 2
-    assert (
-        f"{path} cannot be used (it is {'too large' if kind == 'a sparse file' else 'not a plain file'})"
-        in capsys.readouterr().err
-    )
+    why = "too large" if kind == "a sparse file" else "not a plain file"
+    assert f"{path} cannot be used (it is {why})" in capsys.readouterr().err
 
 
 @ENDLESS
@@ -341,9 +339,9 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from onepass.studies import database
+from onepass.studies import tables
 from stored import fill
-database.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+tables.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 fill(Path({folder!r}))
 """
 

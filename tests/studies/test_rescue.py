@@ -16,7 +16,7 @@ import pytest
 from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.recovery import private
 from onepass.studies.rescue import rescue
 from onepass.studies.results import evaluation

@@ -16,8 +16,8 @@ import pytest
 
 from onepass import files
 from onepass.errors import InputError
-from onepass.studies import database, locking
-from onepass.studies.database import FILE
+from onepass.studies import locking, tables
+from onepass.studies.folder import FILE
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Store
@@ -153,10 +153,10 @@ def test_a_store_of_an_older_version_is_brought_up_to_date(
 
     def add_host(connection: sqlite3.Connection) -> None:
         """An imagined version 2 that knows who made the study."""
-        database.put(connection, "study", ("host", '"unknown"'))
+        tables.put(connection, "study", ("host", '"unknown"'))
 
-    monkeypatch.setattr(database, "VERSION", 2)
-    monkeypatch.setitem(database.MIGRATIONS, 1, add_host)
+    monkeypatch.setattr(tables, "VERSION", 2)
+    monkeypatch.setitem(tables.MIGRATIONS, 1, add_host)
     with Store.read(tmp_path) as opened:
         assert opened.contents.study["host"] == "unknown"
         assert opened.record(GRID[0].id).same_as(record(GRID[0]))
@@ -177,8 +177,8 @@ def test_a_migration_that_fails_changes_nothing(
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(database, "VERSION", 2)
-        patch.setitem(database.MIGRATIONS, 1, fail_half_way)
+        patch.setattr(tables, "VERSION", 2)
+        patch.setitem(tables.MIGRATIONS, 1, fail_half_way)
         with pytest.raises(InputError, match="disk I/O error"), study(tmp_path):
             pass
     with Store.read(tmp_path) as opened:
@@ -189,7 +189,7 @@ def test_a_store_of_a_newer_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(database, "VERSION", 9)
+        patch.setattr(tables, "VERSION", 9)
         fill(tmp_path)
     for opening in (Store.read(tmp_path), study(tmp_path)):
         with pytest.raises(InputError, match="newer onepass"), opening:
@@ -197,7 +197,7 @@ def test_a_store_of_a_newer_version_is_refused(
 
 
 def test_the_first_version_can_be_read_forever() -> None:
-    """The file beside this test was written by version 1; whatever the schema becomes, it must open."""
+    """The file beside this test was written by version 1; it must open with every schema."""
     with Store.read(Path(__file__).with_name("version-1")) as opened:
         assert len(opened.contents.records) == 2
         for unit in opened.contents.records:
@@ -285,9 +285,8 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
 ) -> None:
     fill(tmp_path)
     with study(tmp_path) as opened:
-        opened._connection.execute(
-            f"PRAGMA max_page_count = {opened._connection.execute('PRAGMA page_count').fetchone()[0]}"
-        )
+        pages = opened._connection.execute("PRAGMA page_count").fetchone()[0]
+        opened._connection.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(InputError, match="full"):
             opened.plan(
                 [evaluation(RECIPE.model_copy(update={"seeds": 50}), "van", {"learning_rate": 0.1})]

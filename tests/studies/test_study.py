@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,9 +20,9 @@ from onepass.files import StorageError
 from onepass.learners import METHODS
 from onepass.protocol import Run, train
 from onepass.report import status
-from onepass.studies import study, work
-from onepass.studies.database import FILE
+from onepass.studies import progress, study, work
 from onepass.studies.executors import Trained, WorkerDiedError, executor
+from onepass.studies.folder import FILE
 from onepass.studies.recipe import Recipe, grown, load, united
 from onepass.studies.results import Result, cross_validation
 from onepass.studies.store import Store
@@ -195,9 +194,8 @@ def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(
         replace(written, path)
 
     monkeypatch.setattr(os, "replace", interrupted)
-    monkeypatch.setattr(
-        study, "time", SimpleNamespace(time=itertools.count().__next__, monotonic=time.monotonic)
-    )  # a second passes whenever the clock is read
+    # A second passes whenever the clock is read.
+    monkeypatch.setattr(progress, "time", SimpleNamespace(time=itertools.count().__next__))
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, small(), workers=1)
     assert not [path.name for path in tmp_path.iterdir() if "progress" in path.name]
@@ -402,7 +400,7 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
             lambda job: StorageError("full") if job.method == "van" else None,
         )
     text = shown(tmp_path)
-    assert "nobody is working on it: go on with 'onepass run --out" in text
+    assert "no process is working on it: go on with 'onepass run --out" in text
     rows = {
         line.split()[0]: line.split()[1:]
         for line in text.splitlines()
@@ -413,7 +411,7 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
         planned = next(iter(store.open_fleets().values()))[0].unit
         store.fail([planned.id], "Traceback\nValueError: a bug")
         now = {"left": 120.0, "running": {"some": "a-gem"}}
-        (tmp_path / study.PROGRESS).write_text(json.dumps(now))
+        (tmp_path / progress.PROGRESS).write_text(json.dumps(now))
         text = shown(tmp_path)
         assert "3 of 7 units done, 1 running, 1 failed; about 2 min left" in text
         assert f"{planned.id} (van): ValueError: a bug" in text
@@ -426,11 +424,10 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
             '{"left": 1e999}',
             "[" * 20_000,
         ):
-            (tmp_path / study.PROGRESS).write_text(odd)
+            (tmp_path / progress.PROGRESS).write_text(odd)
             assert "not known yet" in shown(tmp_path)
-        (tmp_path / study.PROGRESS).write_text(json.dumps(now | {"left": 0}))
+        (tmp_path / progress.PROGRESS).write_text(json.dumps(now | {"left": 0}))
         assert "about 0 s left" in shown(tmp_path)
-    assert study.PROGRESS == status.PROGRESS
 
 
 def test_status_counts_what_the_recipe_wants_now(tmp_path: Path) -> None:
@@ -458,14 +455,13 @@ def test_snapshots_do_not_change_what_is_learnt(tmp_path: Path) -> None:
     assert np.array_equal(work.work(job)[0][0].accuracy, plain[0].accuracy)
 
 
-def test_a_number_of_examples_that_fits_the_first_seeds_only_is_refused_before_anything_is_trained() -> (
-    None
-):
+def test_a_number_of_examples_that_fits_the_first_seeds_only_is_refused_before_training() -> None:
     study.try_stream(load("split-digits", ["test_examples=62"], seeds=3), None)
     for seeds in (4, 5):
         with pytest.raises(
             InputError,
-            match="test_examples=62 is not possible: a task of seed 3 has only 60 of them; 60 fit every seed",
+            match="test_examples=62 is not possible: a task of seed 3 has only 60 of them; 60 fit"
+            " every seed",
         ):
             study.try_stream(load("split-digits", ["test_examples=62"], seeds=seeds), None)
     with pytest.raises(InputError, match="seed 3 has only 61 of them"):

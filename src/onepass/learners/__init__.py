@@ -28,11 +28,15 @@ class Method:
     """A learner, and the stream it sees.
 
     `joined` is one shuffled pass over the union of all tasks instead of one task after the other.
+    Reports put methods of one `family` into one table, and compare methods that have a memory with
+    the `baseline`.
     """
 
     learner: type[Learner]
     summary: str
     joined: bool = False
+    family: str | None = None
+    baseline: bool = False
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
@@ -55,11 +59,20 @@ METHODS: dict[str, Method] = {
     "mas": Method(Mas, "memory aware synapses: a pull weighted by how outputs depend on weights"),
     "rwalk": Method(RWalk, "Riemannian walk: a pull weighted by Fisher information and path"),
     "prog-nn": Method(ProgNN, "progressive networks: one new column per task, others frozen"),
-    "gem": Method(Gem, "gradient episodic memory: never step against any past task's gradient"),
-    "s-gem": Method(
-        SGem, "stochastic GEM: never step against the gradient of one random past task"
+    "gem": Method(
+        Gem,
+        "gradient episodic memory: never step against any past task's gradient",
+        family="gem",
     ),
-    "a-gem": Method(AGem, "averaged GEM: never step against the average gradient of the past"),
+    "s-gem": Method(
+        SGem, "stochastic GEM: never step against the gradient of one past task", family="gem"
+    ),
+    "a-gem": Method(
+        AGem,
+        "averaged GEM: never step against the average gradient of the past",
+        family="gem",
+        baseline=True,
+    ),
     "er": Method(Er, "experience replay: every batch is joined with one from the memory"),
     "mega-1": Method(Mega1, "MEGA-I: gradient and reference gradient, weighted by their losses"),
     "mega-2": Method(Mega2, "MEGA-II: the gradient rotated towards the reference gradient"),

@@ -1,8 +1,7 @@
-"""Where a study stands. Needs no torch, so it answers at once."""
+"""Where a study stands. It needs no torch, so it is quick."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -14,26 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from onepass.errors import InputError
-from onepass.files import read_plain
 from onepass.metrics import select
-from onepass.studies.database import PROGRESS
+from onepass.report.formats import duration
 from onepass.studies.locking import running
+from onepass.studies.progress import read_progress
 from onepass.studies.store import Entry, Store
-
-LARGEST = 2**24  # bytes of what the driving process says: a study may have 100 000 units
-
-
-@dataclass
-class Progress:
-    """What the driving process says about itself."""
-
-    left: float | None  # seconds
-    running: Mapping[str, str]  # unit: method
 
 
 @dataclass
 class Count:
-    """How far a method is: the units that its recipe wants now, which of them are done, and those that failed."""
+    """How far a method is.
+
+    That is how many units of each part its recipe wants now, how many are done, and which failed.
+    """
 
     wanted: dict[str, int]
     done: dict[str, int]
@@ -41,7 +33,7 @@ class Count:
 
 
 def show(folder: Path, console: Console) -> None:
-    """Print a table, a line a method, and what can be said about the rest."""
+    """Print a table with one line per method, the totals, and why units failed."""
     with Store.read(folder) as store:
         store.check_arrays()
         recipe = store.contents.study["recipe"]
@@ -50,7 +42,7 @@ def show(folder: Path, console: Console) -> None:
             entries.get(entry.unit.method, {})[unit] = entry
         counts = {name: count(store, recipe, name, entries[name]) for name in entries}
         revisions = {stored.provenance.revision for stored in store.contents.records.values()}
-    busy, now = running(folder), _progress(folder)
+    busy, now = running(folder), read_progress(folder)
     jobs = Counter(now.running.values()) if busy and now else Counter[str]()
     made = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("method", "choosing", "learning", "running", "failed"):
@@ -60,24 +52,20 @@ def show(folder: Path, console: Console) -> None:
         made.add_row(name, *parts, str(jobs[name] or ""), str(len(found.failed) or ""))
     console.print(f"{recipe['name']} in {folder}", soft_wrap=True)
     console.print(made)
-    done, total = (
-        sum(sum(getattr(found, what).values()) for found in counts.values())
-        for what in ("done", "wanted")
-    )
-    sentence = f"{done} of {total} units done, {sum(jobs.values())} running, {sum(len(found.failed) for found in counts.values())} failed"
-    if busy:
-        left = now.left if now else None
-        sentence += (
-            f"; {'time left: not known yet' if left is None else f'about {duration(left)} left'}"
-        )
+    done = sum(sum(found.done.values()) for found in counts.values())
+    total = sum(sum(found.wanted.values()) for found in counts.values())
+    failed = sum(len(found.failed) for found in counts.values())
+    sentence = f"{done} of {total} units done, {sum(jobs.values())} running, {failed} failed"
+    if busy and now and now.left is not None:
+        sentence += f"; about {duration(now.left)} left"
+    elif busy:
+        sentence += "; time left: not known yet"
     elif done < total:
-        sentence += f"; nobody is working on it: go on with 'onepass run --out {folder}'"
+        sentence += f"; no process is working on it: go on with 'onepass run --out {folder}'"
     console.print(sentence, soft_wrap=True)
     if len(revisions) > 1:
-        console.print(
-            f"its results were made by {len(revisions)} versions of the source: {', '.join(sorted(revisions))}",
-            soft_wrap=True,
-        )
+        sources = f"{len(revisions)} versions of the source: {', '.join(sorted(revisions))}"
+        console.print(f"its results were made by {sources}", soft_wrap=True)
     for found in counts.values():
         for unit, entry in found.failed.items():
             last = (entry.traceback or "").strip().rpartition("\n")[2]
@@ -85,7 +73,7 @@ def show(folder: Path, console: Console) -> None:
 
 
 def count(store: Store, recipe: dict[str, Any], name: str, entries: Mapping[str, Entry]) -> Count:
-    """Of a method's units in the store, those that the recipe wants.
+    """Count a method's units in the store that the recipe wants.
 
     These are its grid, and the runs of what is chosen from it now.
     """
@@ -112,39 +100,5 @@ def count(store: Store, recipe: dict[str, Any], name: str, entries: Mapping[str,
             wanted["ev"] = 0
     mine = {unit: entry for unit, entry in runs.items() if entry.unit.hyperparameters == chosen}
     failed |= {unit: entry for unit, entry in mine.items() if entry.traceback is not None}
-    return Count(
-        wanted, {"cv": len(done), "ev": sum(unit in contents.records for unit in mine)}, failed
-    )
-
-
-def _progress(folder: Path) -> Progress | None:
-    try:
-        found = json.loads(read_plain(folder / PROGRESS, LARGEST))
-        units = {str(unit): str(name) for unit, name in found["running"].items()}
-        left = None if found["left"] is None else float(found["left"])
-        return Progress(left if left is not None and math.isfinite(left) else None, units)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ):  # only a view: without it less is known
-        return None
-
-
-def duration(seconds: float) -> str:
-    """In words that are as exact as such a guess can be.
-
-    >>> duration(5), duration(200), duration(9000)
-    ('5 s', '3 min', '2.5 h')
-    """
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    finished = {"cv": len(done), "ev": sum(unit in contents.records for unit in mine)}
+    return Count(wanted, finished, failed)

@@ -12,7 +12,7 @@ import numpy as np
 from onepass.errors import InputError
 from onepass.files import TEMPORARY
 from onepass.metrics import Record, average_accuracy, forgetting
-from onepass.studies.database import check_target
+from onepass.studies.folder import check_target
 from onepass.studies.store import Store, Unit
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def check_folder(folder: Path, study: Path | None = None) -> None:
 
 
 class Tracking:
-    """A folder of event files, a subfolder a unit; units that have one already are not written again."""
+    """A folder of event files, one subfolder per unit; a unit that has one is not written again."""
 
     def __init__(self, folder: Path, store: Store) -> None:
         try:
@@ -46,14 +46,17 @@ class Tracking:
             self.write(store.contents.entries[name].unit, store.record(name))
 
     def write(self, unit: Unit, record: Record) -> None:
-        """Average accuracy, forgetting, violations a task, and the accuracy of each task, over the tasks learnt."""
+        """Write average accuracy, forgetting, violations, and the accuracy of each task.
+
+        All of them are shown over the tasks learnt.
+        """
         chosen = ",".join(f"{name}={value:g}" for name, value in unit.hyperparameters.items())
         folder = self._folder / unit.method / unit.part / f"{chosen},seed={unit.seed}-{unit.id}"
         if folder.exists() or self._broken:
             return
         try:
             self._write(folder, record)
-        except OSError as reason:  # a view is not worth a study
+        except OSError as reason:  # a view must not end a study
             self._broken = True
             log.warning(
                 "nothing more is written to %s (%s)", self._folder, reason.strerror or reason
@@ -68,11 +71,8 @@ class Tracking:
             for k in range(len(a)):
                 if np.isnan(a[k]).any():  # not reached: every run of the fleet had diverged
                     break
-                writer.add_scalar(
-                    "average accuracy",
-                    average_accuracy(a, k + 1) if sequential else average_accuracy(a),
-                    k + 1,
-                )
+                average = average_accuracy(a, k + 1) if sequential else average_accuracy(a)
+                writer.add_scalar("average accuracy", average, k + 1)
                 if sequential and k:
                     writer.add_scalar("forgetting", forgetting(a, k + 1), k + 1)
                 if record.violations is not None:

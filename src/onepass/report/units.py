@@ -13,7 +13,7 @@ from onepass.studies.store import Store, Unit
 
 
 def listing(folder: Path) -> Table:
-    """A line a unit."""
+    """A table with one line per unit."""
     made = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("unit", "method", "part", "seed", "hyper-parameters", "state", "A_T %"):
         made.add_column(heading)
@@ -38,45 +38,31 @@ def page(folder: Path, name: str) -> str:
     with Store.read(folder) as store:
         matching = [identity for identity in store.contents.entries if identity.startswith(name)]
         if len(matching) != 1:
-            what = (
-                "is no unit of this study"
-                if not matching
-                else f"could be {len(matching)} units: write more of its name"
-            )
+            what = "is no unit of this study"
+            if matching:
+                what = f"could be {len(matching)} units: write more of its name"
             raise InputError(f"'{name}' {what}; 'onepass show {folder}' lists them")
-        entry = store.contents.entries[matching[0]]
-        lines = [
-            f"unit {matching[0]}, row {entry.place} of fleet {entry.fleet}",
-            "",
-            "configuration",
-        ]
+        unit = matching[0]
+        entry = store.contents.entries[unit]
+        lines = [f"unit {unit}, row {entry.place} of fleet {entry.fleet}", "", "configuration"]
         lines += [f"  {key} = {value}" for key, value in sorted(entry.unit.configuration.items())]
         if entry.traceback is not None:
-            return "\n".join(
-                [*lines, "", "failed", *(f"  {line}" for line in entry.traceback.splitlines())]
-            )
-        if matching[0] not in store.contents.records:
+            trace = (f"  {line}" for line in entry.traceback.splitlines())
+            return "\n".join([*lines, "", "failed", *trace])
+        if unit not in store.contents.records:
             return "\n".join([*lines, "", "not finished"])
-        stored, record = store.contents.records[matching[0]], store.record(matching[0])
+        stored, record = store.contents.records[unit], store.record(unit)
     made = stored.provenance
+    versions = ", ".join(f"{package} {version}" for package, version in made.versions.items())
     lines += ["", f"finished {stored.finished} on {made.device}, source {made.revision}"]
-    lines += [
-        f"  {', '.join(f'{package} {version}' for package, version in made.versions.items())}"
-    ]
-    lines += ["", "metrics"] + [
-        f"  {key} = {value:.6g}"
-        for key, value in asdict(metrics(record)).items()
-        if value is not None
-    ]
+    lines += [f"  {versions}", "", "metrics"]
+    found = asdict(metrics(record))
+    lines += [f"  {key} = {value:.6g}" for key, value in found.items() if value is not None]
     lines += [f"  state_bytes = {record.state_bytes}", f"  diverged = {record.diverged}"]
     if record.violations is not None:
-        lines += [f"  violations a task = {' '.join(map(str, record.violations))}"]
-    rows = [" ".join(f"{100 * value:5.1f}" for value in row) for row in record.accuracy]
-    lines += [
-        "",
-        "accuracy in % on each task (columns) after each task (rows)",
-        *(f"  {row}" for row in rows),
-    ]
+        lines += [f"  violations per task = {' '.join(map(str, record.violations))}"]
+    lines += ["", "accuracy in % on each task (columns) after each task (rows)"]
+    lines += ["  " + " ".join(f"{100 * value:5.1f}" for value in row) for row in record.accuracy]
     return "\n".join(lines)
 
 

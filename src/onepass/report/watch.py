@@ -1,4 +1,4 @@
-"""Watching a study while it runs."""
+"""A study on a terminal while it runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from onepass.metrics import Record
-from onepass.report.status import duration
+from onepass.report.formats import duration
 from onepass.report.tracking import Tracking
 from onepass.studies import checkpoint
 from onepass.studies.results import Result
 from onepass.studies.store import Store, Unit
 from onepass.studies.work import Job
 
-AGAIN = 600.0  # seconds after which it is said again what a study waits for
+AGAIN = 600.0  # seconds after which what a study waits for is repeated
 WHAT = {"cv": "choosing", "ev": "learning"}
 
 
 class Watch:
-    """Shows a study on a terminal, and to TensorBoard if asked for."""
+    """Shows a study on a terminal, and writes it to a folder for TensorBoard, if there is one."""
 
     def __init__(self, screen: Console, tensorboard: Path | None, store: Store) -> None:
         columns = [
@@ -34,21 +34,19 @@ class Watch:
         ]
         self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
         self._task = self._progress.add_task("starting", total=None, pace="")
-        self._lately: deque[tuple[float, int]] = deque(
-            maxlen=100
-        )  # a time, and run-steps until then
-        self._said: tuple[str | None, float] = (None, 0.0)  # what holds the study up, and when said
+        self._lately: deque[tuple[float, int]] = deque(maxlen=100)  # a time, run-steps until then
+        self._said: tuple[str | None, float] = (None, 0.0)  # what it waits for, and when said
         self._tracking = Tracking(tensorboard, store) if tensorboard is not None else None
         self._store = store
         self._done: list[str] = []
 
     def __enter__(self) -> Watch:
         self._progress.start()
-        if self._store.contents.records or self._store.contents.entries:
+        contents = self._store.contents
+        if contents.records or contents.entries:
             checkpoints = checkpoint.any_in(self._store.folder / "checkpoints")
-            self._say(
-                f"going on: {len(self._store.contents.records)} units are done{', and there are checkpoints' if checkpoints else ''}"
-            )
+            more = ", and there are checkpoints" if checkpoints else ""
+            self._say(f"going on: {len(contents.records)} units are done{more}")
         return self
 
     def __exit__(
@@ -60,10 +58,9 @@ class Watch:
         self._progress.stop()
 
     def running(self, jobs: list[Job]) -> None:
-        names = list(dict.fromkeys(f"{WHAT[job.part]} {job.method}" for job in jobs))
-        self._progress.update(
-            self._task, description=", ".join(names) or ("done" if self._done else "starting")
-        )
+        names = ", ".join(dict.fromkeys(f"{WHAT[job.part]} {job.method}" for job in jobs))
+        description = names or ("done" if self._done else "starting")
+        self._progress.update(self._task, description=description)
 
     def steps(self, done: int, share: float, left: float | None) -> None:
         self._lately.append((time.monotonic(), done))
@@ -88,26 +85,23 @@ class Watch:
             self._tracking.write(unit, record)
 
     def chose(self, method: str, hyperparameters: dict[str, float]) -> None:
-        self._say(
-            f"{method}: chose {', '.join(f'{name} = {value:g}' for name, value in hyperparameters.items())}"
-        )
+        values = ", ".join(f"{name} = {value:g}" for name, value in hyperparameters.items())
+        self._say(f"{method}: chose {values}")
 
     def finished(self, result: Result) -> None:
         self._done.append(result.method)
-        self._say(
-            f"{result.method}: {f'{len(result.failed)} units failed' if result.failed else 'finished'}"
-        )
+        what = f"{len(result.failed)} units failed" if result.failed else "finished"
+        self._say(f"{result.method}: {what}")
 
     def trouble(self, job: Job, what: str) -> None:
         self._say(f"{job.method}, {WHAT[job.part]}: {what}")
 
     def interrupted(self, out: Path | None) -> None:
         self._progress.stop()
-        kept = (
-            f"{len(self._store.contents.records)} units are kept in {out}: the same command goes on"
-            if out
-            else "without --out nothing is kept"
-        )
+        kept = "without --out nothing is kept"
+        if out:
+            done = len(self._store.contents.records)
+            kept = f"{done} units are kept in {out}: the same command goes on"
         self._say(f"interrupted; {kept}")
 
     def _say(self, what: str) -> None:

@@ -99,20 +99,14 @@ def _blobs(objects: Path, commit: str) -> dict[str, str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         command = ["git", "ls-tree", "-r", "-z", "--full-tree", commit, "--", "src/onepass"]
         listed = subprocess.run(
-            command,
-            cwd=folder,
-            env=clean | settings,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout
+            command, cwd=folder, env=clean | settings, capture_output=True, check=True, timeout=10
+        ).stdout.decode()
     entries = [entry.partition("\t") for entry in listed.split("\0") if entry]
     return {name: about.split()[2] for about, _, name in entries}
 
 
 def _blob(path: Path) -> str:
-    """How git names the content of a file."""
+    """The name that git gives to the content of a file."""
     if not path.is_file():
         return ""
     content = path.read_bytes()

@@ -1,8 +1,9 @@
 """Checkpoints: a fleet's snapshots on disk, so that a killed fleet goes on where it was.
 
-A checkpoint is a pair of files: tensors (safetensors) and a small JSON file beside them that says what they are and what they must hash
-to. Tensors are written first, both under temporary names that are flushed and renamed, so a checkpoint exists whole or not at all. The last
-two are kept: where the newest is damaged, the one before is used.
+A checkpoint is a pair of files: tensors (safetensors), and a small JSON file beside them that says
+what they are and what they must hash to. Tensors are written first, both under temporary names that
+are flushed and renamed, so a checkpoint exists whole or not at all. The last two are kept: where
+the newest is damaged, the one before is used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 from onepass.files import (
+    MALFORMED,
     TEMPORARY,
     canonical,
     digest,
@@ -30,7 +32,7 @@ from onepass.files import (
 )
 from onepass.protocol import Snapshot
 from onepass.studies import schema
-from onepass.studies.database import FLEET
+from onepass.studies.folder import FLEET
 from onepass.studies.packing import memory
 from onepass.studies.recovery import DamagedError
 
@@ -39,8 +41,8 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"\d{4,}-\d{8,}\.(json|safetensors)")  # other files are not ours
 FORMAT = 1
 KEPT = 2
-LARGEST_ABOUT = 2**24  # bytes of the small file, which take up to a hundred times as many in memory
-SHARE = 0.005  # of a fleet's time may go into checkpoints that nobody asked for
+LARGEST_ABOUT = 2**24  # bytes of the small file; in memory it takes up to a hundred times as much
+SHARE = 0.005  # of a fleet's time may go into checkpoints without `every`
 PATIENCE = 5.0  # seconds before the first of them, whose cost is not known yet
 LONG = 60.0  # seconds after which one is written in the middle of a task, too
 
@@ -52,25 +54,25 @@ class RefusedError(Exception):
 class Checkpoints:
     """The checkpoints of one fleet, in a folder of their own.
 
-    `identity` names the fleet's configuration and `software` what computes it; a checkpoint of another one is refused. With `every`, one is
-    written after every so many batches and at every task end; without, at task ends, and once a minute inside long tasks, as often as costs
-    less than half a percent of the time.
+    `identity` names the fleet's configuration and `software` what computes it; a checkpoint of
+    another one is refused. One is written at every task end and, with `every`, after each `every`
+    batches. Without `every`, one is written at task ends, and once per minute inside long tasks, as
+    far as this takes less than half a percent of the time.
     """
 
     def __init__(
         self, folder: Path, identity: str, every: int | None = None, software: str = ""
     ) -> None:
-        self._folder, self._identity, self._every, self._software = (
-            folder,
-            identity,
-            every,
-            software,
-        )
-        self._wait, self._written = PATIENCE, time.monotonic()
+        self._folder = folder
+        self._identity = identity
+        self._every = every
+        self._software = software
+        self._wait = PATIENCE
+        self._written = time.monotonic()
         self._sound: list[Path] = []  # what was read or written here
 
     def last(self) -> Snapshot | None:
-        """The newest sound snapshot; what is refused on the way is logged with its reason."""
+        """The newest sound snapshot; newer ones that are refused are logged with the reason."""
         for path in self._newest_first():
             try:
                 found = self._read(path)
@@ -83,9 +85,8 @@ class Checkpoints:
     def due(self, batches: int, since: int) -> bool:
         if self._every is not None:
             return batches == 0 or batches // self._every > since // self._every
-        return time.monotonic() - self._written >= (
-            self._wait if batches == 0 else max(self._wait, LONG)
-        )
+        wait = self._wait if batches == 0 else max(self._wait, LONG)
+        return time.monotonic() - self._written >= wait
 
     def keep(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
@@ -115,13 +116,11 @@ class Checkpoints:
         self._wait = (self._written - began) / SHARE
 
     def discard(self) -> None:
-        """Forget all of them: the fleet is finished."""
+        """Remove all of them: the fleet is finished."""
         _remove(self._folder)
 
     def _newest_first(self) -> list[Path]:
-        return sorted(
-            (path for path in _ours(self._folder) if path.suffix == ".json"), reverse=True
-        )
+        return sorted(_ours(self._folder, ".json"), reverse=True)
 
     def _read(self, path: Path) -> Snapshot:
         try:
@@ -132,7 +131,7 @@ class Checkpoints:
             schema.check(schema.Checkpoint, path.name, about)
         except DamagedError as reason:
             raise RefusedError(str(reason)) from None
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as reason:
+        except (OSError, *MALFORMED) as reason:
             raise RefusedError(f"{path.name} is damaged ({type(reason).__name__})") from None
         if about["format"] != FORMAT:
             raise RefusedError(f"its format is {about['format']}, not {FORMAT}")
@@ -146,25 +145,15 @@ class Checkpoints:
         with suppress(OSError):
             tensors = read_plain(path.with_suffix(".safetensors"), memory("cpu") // 2)
         if digest(tensors) != about["tensors"]:
-            raise RefusedError(
-                f"{path.with_suffix('.safetensors').name} is missing, truncated or altered"
-            )
+            name = path.with_suffix(".safetensors").name
+            raise RefusedError(f"{name} is missing, truncated or altered")
         if not header_is_short(tensors):
             raise RefusedError("it has too many tensors")
         try:
-            return Snapshot(
-                about["phase"], about["batches"], safetensors.torch.load(tensors), about["numbers"]
-            )
-        except (
-            SafetensorError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-        ) as reason:
+            loaded = safetensors.torch.load(tensors)
+        except (SafetensorError, RuntimeError, *MALFORMED) as reason:
             raise RefusedError(f"its tensors cannot be read ({reason})") from None
+        return Snapshot(about["phase"], about["batches"], loaded, about["numbers"])
 
 
 def fleets(folder: Path) -> list[Path]:
@@ -177,7 +166,7 @@ def fleets(folder: Path) -> list[Path]:
 
 
 def any_in(folder: Path) -> bool:
-    """Are there checkpoints of any fleet?"""
+    """Whether there are checkpoints of any fleet."""
     return any(_ours(fleet) for fleet in fleets(folder))
 
 
@@ -193,8 +182,8 @@ def discard_all(folder: Path) -> None:
             folder.rmdir()
 
 
-def _ours(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if NAME.fullmatch(path.name)]
+def _ours(folder: Path, ending: str = "") -> list[Path]:
+    return [path for path in folder.glob(f"*{ending}") if NAME.fullmatch(path.name)]
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""Where fleets are trained: in this process, in local processes, or on a Dask cluster. A worker returns records; only the driver stores."""
+"""Where fleets are trained: in this process, in local processes, or on a Dask cluster.
+
+A worker returns records; only the driving process stores them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ from onepass.studies.work import Job, work
 
 log = logging.getLogger(__name__)
 
-SOON = 2.0  # seconds in which a step, or a worker process that was asked to, usually ends
+SOON = 2.0  # seconds in which a step, or a worker process that gets SIGTERM, usually ends
 GRACE = 10.0  # seconds after which what has not ended is left behind
-QUIET = 60.0  # seconds without any computing after which a process with a fleet is said to hang
+QUIET = 60.0  # seconds without any computing after which a process with a fleet is reported to hang
 STOPPED = 3600.0  # seconds after which the fleet of such a process goes to another one
 
 Trained = tuple[list[Record], Provenance]
@@ -47,7 +50,10 @@ class WorkerDiedError(Exception):
 
 
 class Executor(Protocol):
-    """Somewhere to train fleets: `workers` of them at a time, as far as is known; it takes up to `slots` at once."""
+    """A place to train fleets: `workers` of them at a time, as far as is known.
+
+    Up to `slots` fleets may be submitted at once.
+    """
 
     workers: int
     slots: int
@@ -60,20 +66,20 @@ class Executor(Protocol):
         ...
 
     def held_up(self) -> str | None:
-        """What it waits for, in a sentence; InputError if it has waited long enough."""
+        """What it waits for, in a sentence; raises InputError if it has waited long enough."""
         ...
 
 
 @contextmanager
 def executor(workers: int, threads: int, scheduler: str | None = None) -> Iterator[Executor]:
-    """In process with one worker, else local processes; with the address of a scheduler, its cluster."""
-    made = (
-        _cluster(scheduler, threads)
-        if scheduler is not None
-        else _InProcess(threads)
-        if workers == 1
-        else _Processes(workers, threads)
-    )
+    """The cluster of a scheduler; without its address this process for one worker, else several."""
+    made: Executor
+    if scheduler is not None:
+        from onepass.studies.cluster import Cluster  # which needs what is defined here
+
+        made = Cluster(scheduler, threads)
+    else:
+        made = _InProcess(threads) if workers == 1 else _Processes(workers, threads)
     try:
         yield made
     except BaseException:
@@ -82,20 +88,15 @@ def executor(workers: int, threads: int, scheduler: str | None = None) -> Iterat
     made.stop(at_once=False)
 
 
-def _cluster(scheduler: str, threads: int) -> Executor:
-    from onepass.studies.cluster import Cluster  # which needs what is defined here
-
-    return Cluster(scheduler, threads)
-
-
 def _let_go(futures: Iterable[Future[Trained]]) -> None:
-    """Give back the locks of futures that this thread still holds.
+    """Release the locks of futures that this thread still holds.
 
-    An interrupt may come right after the thread that watches has taken one, before Python knows that it is to be given back. Then whoever works
-    for the future could never finish it, and we would wait for ever.
+    An interrupt may come right after the thread that watches has acquired one, before Python has
+    noted that it is to be released. Then the worker could never finish the future, and we would
+    wait for ever.
     """
     for future in futures:
-        with suppress(RuntimeError):  # it is not ours (any more)
+        with suppress(RuntimeError):  # this thread does not hold it (any more)
             while True:
                 future._condition.release()
 
@@ -133,7 +134,8 @@ class _InProcess:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if wait(self._last, SOON).not_done:
             log.warning(
-                "waiting for up to %.0f s for the step that is being computed; a second interrupt ends the command at once",
+                "waiting for up to %.0f s for the step that is being computed; a second interrupt"
+                " ends the command at once",
                 GRACE,
             )
             if wait(self._last, GRACE).not_done:
@@ -141,15 +143,17 @@ class _InProcess:
 
 
 class _Processes:
-    """Trains in worker processes. Each belongs to a pool of its own, so that one that dies takes no other fleet with it."""
+    """Trains in worker processes.
+
+    Each belongs to a pool of its own, so that one that dies takes no other fleet with it.
+    """
 
     def __init__(self, workers: int, threads: int) -> None:
-        # Workers are copies of a process that has imported everything already, so each, and each that replaces a dead one, starts at once.
-        # A GPU is safe: that process never touches one.
+        # Workers are copies of a process that has imported everything already, so each, and each
+        # that replaces a dead one, starts at once. A GPU is safe: that process never touches one.
+        # Tracing imports torch._dynamo, which takes a second.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["onepass.studies.work", "torch._dynamo"]
-        )  # tracing imports the latter, which takes a second
+        self._context.set_forkserver_preload(["onepass.studies.work", "torch._dynamo"])
         self.workers = self.slots = workers
         self._threads = threads
         self._own = threading.local()  # each thread here leads one worker
@@ -157,17 +161,16 @@ class _Processes:
         # One per fleet: a lock that they shared would be left locked by a process that is killed.
         self._counters: dict[str, Any] = {}
         self._busy: dict[str, ProcessPoolExecutor] = {}  # by the name of the fleet
-        self._resting: dict[
-            int, tuple[float | None, float]
-        ] = {}  # by process id: what it has computed, and since when no more
+        # By process id: the seconds that it has computed, and since when they have not grown.
+        self._resting: dict[int, tuple[float | None, float]] = {}
         self._changing = threading.Lock()
         self._stopped = False
-        resource_tracker.ensure_running()  # now: whoever starts it is open to interrupts again
+        resource_tracker.ensure_running()  # now: the thread that starts it gets interrupts again
         self._leading: list[Future[Trained]] = []
         self._leaders = ThreadPoolExecutor(workers, initializer=_hold_interrupts)
         self._leaders.submit(
             forkserver.ensure_running
-        )  # it takes seconds: now, while the driver plans
+        )  # takes seconds: now, while the driver plans
 
     def submit(self, job: Job) -> Future[Trained]:
         future = self._leaders.submit(self._lead, job)
@@ -208,7 +211,7 @@ class _Processes:
         return {name: int(counter.value) for name, counter in self._counters.copy().items()}
 
     def held_up(self) -> str | None:
-        """Processes that are stopped, or hang: a frozen one looks as if it slept, but never computes."""
+        """A sentence about processes that are stopped, or hang: a frozen one never computes."""
         now, helper = time.monotonic(), fork_server()
         ends: dict[int, Callable[[], None]] = {
             process.pid: process.kill for process in self._processes()
@@ -216,28 +219,27 @@ class _Processes:
         if helper is not None:  # a leader may wait for it
             ends[helper] = kill_fork_server
         stopped = {pid for pid in ends if is_stopped(pid)}
-        computed = {
-            pid: cpu_seconds(pid)
-            for pid in stopped
-            | {process.pid for process in self._processes(self._busy.copy().values())}
-        }
-        before = self._resting
-        self._resting = {
-            pid: before[pid]
-            if spent is not None and before.get(pid, (None,))[0] == spent
-            else (spent, now)
-            for pid, spent in computed.items()
-        }
+        busy = {process.pid for process in self._processes(self._busy.copy().values())}
+        before, self._resting = self._resting, {}
+        for pid in stopped | busy:
+            spent = cpu_seconds(pid)
+            same = spent is not None and before.get(pid, (None,))[0] == spent
+            self._resting[pid] = before[pid] if same else (spent, now)
         for pid, (_, since) in self._resting.items():
             if now - since > STOPPED and pid in ends:
                 ends[pid]()
         hanging = {pid for pid, (_, since) in self._resting.items() if now - since > QUIET}
+        pids = " ".join(map(str, sorted(stopped or hanging)))
         if stopped:
-            pids = " ".join(map(str, sorted(stopped)))
-            return f"stopped worker processes: {pids}; let them go on by 'kill -CONT {pids}', or interrupt the study"
+            return (
+                f"stopped worker processes: {pids}; let them go on by 'kill -CONT {pids}', or"
+                " interrupt the study"
+            )
         if hanging:
-            pids = " ".join(map(str, sorted(hanging)))
-            return f"worker processes that have computed nothing for a minute: {pids}; let them go on if they are frozen, or interrupt the study"
+            return (
+                f"worker processes that have computed nothing for a minute: {pids}; let them go on"
+                " if they are frozen, or interrupt the study"
+            )
         return None
 
     def stop(self, *, at_once: bool) -> None:
@@ -248,11 +250,11 @@ class _Processes:
         began = time.monotonic()
         while not self._ended():
             waited = time.monotonic() - began
-            self._signal(
-                signal.SIGTERM if waited < SOON else signal.SIGKILL
-            )  # for stopped ones, too
+            # Stopped processes end by SIGKILL only.
+            self._signal(signal.SIGTERM if waited < SOON else signal.SIGKILL)
+            # A leader may wait for the fork server, to start a process or to hear of its end.
             if waited > 2 * SOON:
-                kill_fork_server()  # which a leader waits for, to start a process or to hear of its end
+                kill_fork_server()
             if waited > GRACE:
                 abandon()
                 return
@@ -265,7 +267,7 @@ class _Processes:
             abandon()
 
     def _ended(self) -> bool:
-        """No leader is about to start a process, and no process is alive."""
+        """Whether no leader is about to start a process, and no process is alive."""
         return all(future.done() for future in self._leading) and not any(
             process.is_alive() for process in self._processes()
         )
@@ -283,7 +285,7 @@ class _Processes:
 
 
 def _hold_interrupts() -> None:
-    """Ctrl-C is for the driving process alone: the processes that this thread starts inherit this."""
+    """Block Ctrl-C, which is for the driver alone, in this thread and the processes it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
@@ -299,7 +301,7 @@ def _start_worker(counter: Any, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose driver was killed has nobody to work for."""
+    """End this worker when its driver has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -308,13 +310,13 @@ def _end_with_parent() -> None:
 
 def _work_in_process(job: Job) -> Trained:
     def count(steps: int) -> None:
-        _counter.value += steps  # nobody else writes to it
+        _counter.value += steps  # no other process writes to it
 
     return work(job, count)
 
 
 def default_workers(device: str) -> int:
-    """One process a core on a CPU, one in all on a GPU."""
+    """One process per core on a CPU, one in all on a GPU."""
     if device == "cuda":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""One process at a time writes to a study.
+"""Locks that let one process at a time write to a study.
 
-It holds two locks: on the file `lock`, as every version of onepass does, and on the folder itself,
-which stays when that file is removed. The system takes both back when the process ends, however it
-ends. Where locks do not reach other machines, `Guard` notices what they write.
+A writer holds two locks: on the file `lock`, as every version of onepass does, and on the folder
+itself, which stays when that file is removed. The system releases both when the process ends,
+however it ends. Where locks do not reach other machines, `ChangeDetector` notices other writers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onepass.errors import InputError
 from onepass.files import cannot_write
 
 LOCK = "lock"
-PATIENCE = 1.0  # seconds: a process that only asks whether another one is writing locks, too
+PATIENCE = 1.0  # seconds: a process that only checks for a writer holds the lock for a moment, too
 
 
 @contextmanager
@@ -26,11 +26,10 @@ def held(folder: Path) -> Iterator[None]:
     """Be the process that writes to the study in a folder, or raise."""
     handles: list[int] = []
     new = not os.path.lexists(folder / LOCK)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         try:
-            handles.append(
-                os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            )
+            handles.append(os.open(folder / LOCK, flags, 0o644))
             handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as reason:
             raise cannot_write(folder / LOCK, reason) from None
@@ -42,8 +41,9 @@ def held(folder: Path) -> Iterator[None]:
                 with suppress(OSError):
                     os.unlink(folder / LOCK)
             raise InputError(
-                f"the file system of {folder} cannot lock files ({reason.strerror or reason}), so that two processes could write at once:"
-                " choose a folder on a local disk, and copy the study there if there is one already"
+                f"the file system of {folder} cannot lock files ({reason.strerror or reason}), so"
+                " that two processes could write at once: choose a folder on a local disk, and"
+                " copy the study there if there is one already"
             ) from None
         with suppress(OSError):  # some network file systems lock files only
             _take(handles[1], folder)
@@ -51,6 +51,14 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         for handle in handles:
             os.close(handle)
+
+
+def busy(folder: Path) -> InputError:
+    """The sentence for a study that another process writes to."""
+    return InputError(
+        f"another process is working on the study in {folder}: wait for it, or choose another"
+        " folder"
+    )
 
 
 def _take(handle: int, folder: Path) -> None:
@@ -61,14 +69,12 @@ def _take(handle: int, folder: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > patience:
-                raise InputError(
-                    f"another process is working on the study in {folder}: wait for it, or choose another folder"
-                ) from None
+                raise busy(folder) from None
             time.sleep(0.1)
 
 
 def can_lock(handle: int) -> bool:
-    """Whether SQLite can lock this file to read it: it takes a refusal for a busy file, and waits."""
+    """Whether SQLite can lock this file to read it; else it takes the file for busy, and waits."""
     try:
         _try_other_kind(handle, fcntl.LOCK_SH)
     except OSError:
@@ -77,14 +83,14 @@ def can_lock(handle: int) -> bool:
 
 
 def _try_other_kind(handle: int, kind: int = fcntl.LOCK_EX) -> None:
-    """Raise an OSError where SQLite cannot lock: it locks by `fcntl`, and other bytes than this one."""
-    with suppress(BlockingIOError, PermissionError):  # locked, so that it can be
+    """Raise an OSError where SQLite cannot lock: it locks by `fcntl`, and other bytes than this."""
+    with suppress(BlockingIOError, PermissionError):  # it is locked, so that it can be
         fcntl.lockf(handle, kind | fcntl.LOCK_NB, 1)
         fcntl.lockf(handle, fcntl.LOCK_UN, 1)
 
 
 def running(folder: Path) -> bool:
-    """Is a process writing to this study right now? No, where that cannot be known."""
+    """Whether a process is writing to this study now; False where that cannot be known."""
     return any(_locked(path) for path in (folder / LOCK, folder))
 
 

@@ -1,4 +1,4 @@
-"""Two machines' results in one study."""
+"""Several studies of one recipe, brought together in one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from pathlib import Path
 
 from onepass.errors import InputError
 from onepass.files import resolved
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.recipe import Recipe, from_stored, united
 from onepass.studies.store import Store
 
 
 def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Take the finished units of other studies of the same recipe; how many came from each.
+    """Take the finished units of other studies of the same recipe; return how many came from each.
 
     A unit that two studies have with different results is a conflict: nothing is changed then.
     """
     for other in others:
         if resolved(other) == resolved(into):
             raise InputError(
-                f"{other} cannot be merged into itself: name the studies to take from after the one that takes"
+                f"{other} cannot be merged into itself: name the studies to take from after the one"
+                " that takes"
             )
     with ExitStack() as stack:
         sources = [stack.enter_context(Store.read(other)) for other in others]
@@ -33,9 +34,8 @@ def merge(into: Path, others: Sequence[Path]) -> list[tuple[Path, int]]:
             recipe = _united(stores)
             for pair in combinations(stores, 2):
                 _refuse_conflicts(*pair)
-            for store in (
-                stores
-            ):  # what is damaged, or does not go together, is refused before anything is made
+            # What is damaged, or does not go together, is refused before anything is made.
+            for store in stores:
                 store.tasks = stores[0].tasks
                 for unit in store.contents.records:
                     store.record(unit)
@@ -50,7 +50,8 @@ def _united(stores: Sequence[Store]) -> Recipe:
             recipe = united(recipe, from_stored(store.contents.study["recipe"]))
         except InputError as reason:
             raise InputError(
-                f"{store.folder} is another study than {stores[0].folder} ({reason}): merge only studies of the same settings"
+                f"{store.folder} is another study than {stores[0].folder} ({reason}): merge only"
+                " studies of the same settings"
             ) from None
     return recipe
 
@@ -59,6 +60,6 @@ def _refuse_conflicts(ours: Store, theirs: Store) -> None:
     for unit in theirs.contents.records.keys() & ours.contents.records.keys():
         if not ours.record(unit).same_as(theirs.record(unit)):
             raise InputError(
-                f"{ours.folder} and {theirs.folder} have different results for the unit {unit}: keep them apart, or find out why with"
-                f" 'onepass show DIR {unit}'"
+                f"{ours.folder} and {theirs.folder} have different results for the unit {unit}:"
+                f" keep them apart, or find out why with 'onepass show DIR {unit}'"
             )

@@ -18,7 +18,7 @@ PACKAGES = ("onepass", "torch", "numpy", "scipy", "scikit-learn", "safetensors")
 
 @cache
 def provenance(device: str) -> Provenance:
-    """What this process computes with."""
+    """The device, the package versions and the source that this process computes with."""
     return Provenance(
         _device(device),
         {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
@@ -47,7 +47,10 @@ def _device(device: str) -> str:
 
 @cache
 def revision() -> str:
-    """The commit of a checkout (with `+` if files of the package differ from it); elsewhere a hash of the package's source."""
+    """The commit of a checkout, with `+` if files of the package differ from it.
+
+    Without a checkout it is a hash of the package's source.
+    """
     return checkout.revision(Path(__file__).resolve().parents[1]) or _source()
 
 
@@ -58,7 +61,8 @@ def software() -> str:
 
 
 def _source() -> str:
-    package, content = Path(__file__).parents[1], hashlib.sha256()
+    package = Path(__file__).parents[1]
+    content = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return f"source-{content.hexdigest()[:12]}"

@@ -30,7 +30,7 @@ class DamagedError(Exception):
 
 
 def left(path: Path) -> list[Path]:
-    """What a process that was killed left beside the file.
+    """What a process that was killed left beside the file; raises for what is no plain file.
 
     SQLite would wait for a pipe, and write to the file that a link leads to.
     """
@@ -80,7 +80,7 @@ def private(copy: Path) -> sqlite3.Connection:
 
 @contextmanager
 def recovered(path: Path, results: Results) -> Iterator[Path]:
-    """A copy of the file with what was left applied to it; raises where that is not the file's own."""
+    """A copy of the file with what was left applied to it; raises where that is of another file."""
     for beside in left(path):
         with beside.open("rb") as file:
             file.seek(max(0, beside.stat().st_size - len(_MAGIC)))
@@ -96,22 +96,20 @@ def _apply(path: Path, copy: Path, results: Results) -> None:
     with closing(private(copy)) as connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # this applies it
         found = _sound(results, connection)
-    names, journal = (
-        " and ".join(beside.name for beside in left(path)),
-        path.with_name(path.name + JOURNAL),
-    )
+    names = " and ".join(beside.name for beside in left(path))
+    journal = path.with_name(path.name + JOURNAL)
     if found is None or (journal in left(path) and before - _counter(copy) not in (0, 1)):
         raise DamagedError(
             f"{names} beside it is of another state of the study, or damaged: move it away"
         )
     if journal not in left(path):  # a log only adds, a journal may take back what was not finished
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-        ) as alone:
+        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(uri, uri=True)) as alone:
             hidden = (_sound(results, alone) or set()) - found
         if hidden:
             raise DamagedError(
-                f"{names} beside it is older than it and would hide {len(hidden)} results: move it away"
+                f"{names} beside it is older than it and would hide {len(hidden)} results: move it"
+                " away"
             )
 
 

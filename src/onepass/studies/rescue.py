@@ -1,45 +1,31 @@
-"""What is sound of a damaged study, in a new one."""
+"""Rescuing: what is sound of a damaged study is copied into a new one."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from onepass.errors import InputError
-from onepass.files import StorageError
+from onepass.files import MALFORMED, StorageError
 from onepass.protocol import grid_points
 from onepass.studies import schema
-from onepass.studies.database import (
-    FILE,
-    NESTED,
-    TABLES,
-    definition,
-    is_sound,
-    nested,
-    no_study,
-    refusing,
-)
+from onepass.studies.database import refusing
+from onepass.studies.folder import FILE, no_study
 from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored
 from onepass.studies.recovery import LARGEST, LOG, DamagedError, copied, left, private
 from onepass.studies.results import cross_validation, evaluation
-from onepass.studies.store import Contents, Entry, Store, Stored, Unit, entry_of, parsed, stored_of
+from onepass.studies.store import Store
+from onepass.studies.tables import NESTED, TABLES, definition, is_sound, nested
+from onepass.studies.units import Contents, Entry, Unit, by_fleet, entry_of, parsed, stored_of
 
-_BAD = (
-    DamagedError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-)
-MOST_ROWS = 1_000_000  # that are looked for one by one
-MOST_BAD = 100_000  # in a row, after which no more are looked for where the end is unknown
+_BAD = (DamagedError, *MALFORMED)
+MOST_ROWS = 1_000_000  # that are read one by one
+MOST_BAD = 100_000  # bad rows on end, after which the search stops where the end is unknown
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class Rescued:
 def rescue(folder: Path, into: Path) -> Rescued:
     """Copy every sound row and file of arrays into a new study; the damaged one stays as it is.
 
-    The new one has nothing until all of it is stored: a rescue that was killed can be begun again.
+    The new one stays empty until all of it is stored: a rescue that was killed can be begun again.
     """
     with refusing(into / FILE):
         begun = (into / FILE).exists()
@@ -64,34 +50,29 @@ def rescue(folder: Path, into: Path) -> Rescued:
     with refusing(folder / FILE):
         if not (folder / FILE).is_file():
             raise no_study(folder)
-        study, entries, records = _sound_rows(folder, lost)
-    recipe = _recipe(folder, study)
+        sound = _sound_rows(folder, lost)
+    recipe = _recipe(folder, sound.study)
     new = {"recipe": recipe.stored()}
-    possible = islice(_possible(recipe), MOST_UNITS if records.keys() - entries.keys() else 0)
+    unknown = sound.records.keys() - sound.entries.keys()
+    possible = islice(_possible(recipe), MOST_UNITS if unknown else 0)
     known = {unit.id: Entry(unit, 0, 0) for unit in possible}
-    contents = Contents(study, known | entries, records)
+    contents = Contents(sound.study, known | sound.entries)
     with closing(sqlite3.connect(":memory:")) as none, Store.write_to(into, create=new) as store:
         if begun and store.contents != Contents(new | {"counts": {"units": 0, "records": 0}}):
             raise _not_free(into)
+        contents.records = dict(sound.records)
         source = Store(folder, none, contents=contents)
-        contents.records = {
-            name: stored for name, stored in records.items() if _is_whole(source, name, lost)
-        }
-        packing = study.get("packing", {})
-        fleets: dict[int, list[Entry]] = {}
-        for name, entry in entries.items():
-            if name not in contents.records:
-                fleets.setdefault(entry.fleet, []).append(entry)
-        to_do = [
-            [entry.unit for entry in sorted(fleets[number], key=lambda entry: entry.place)]
-            for number in sorted(fleets)
-        ]
-        store.take(
-            [source],
-            to_do,
-            packing={name: packing[name] for name in packing if name in recipe.methods},
+        for name in sound.records:
+            if not _is_sound(source, name, lost):
+                del contents.records[name]
+        to_do = by_fleet(
+            entry for name, entry in sound.entries.items() if name not in contents.records
         )
-        return Rescued(len(contents.records), sum(map(len, fleets.values())), lost)
+        fleets = [[entry.unit for entry in fleet] for fleet in to_do.values()]
+        packing = sound.study.get("packing", {})
+        packing = {name: packing[name] for name in packing if name in recipe.methods}
+        store.take([source], fleets, packing=packing)
+        return Rescued(len(contents.records), sum(map(len, fleets)), lost)
 
 
 def _is_without_units(folder: Path) -> bool:
@@ -122,7 +103,7 @@ def _recipe(folder: Path, study: dict[str, Any]) -> Recipe:
     )
 
 
-def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
+def _is_sound(source: Store, name: str, lost: list[str]) -> bool:
     if name not in source.contents.entries:
         lost.append(f"the result of {name}: its configuration is lost")
         return False
@@ -134,16 +115,12 @@ def _is_whole(source: Store, name: str, lost: list[str]) -> bool:
     return True
 
 
-def _sound_rows(
-    folder: Path, lost: list[str]
-) -> tuple[dict[str, Any], dict[str, Entry], dict[str, Stored]]:
-    """From the file, and from the file with the log beside it.
+def _sound_rows(folder: Path, lost: list[str]) -> Contents:
+    """The sound rows of the file alone, and of the file with the log beside it.
 
-    Results are never taken back, so both count.
+    Results are never removed, so both count.
     """
-    study: dict[str, Any] = {}
-    entries: dict[str, Entry] = {}
-    records: dict[str, Stored] = {}
+    found = Contents()
     logs = [path for path in left(folder / FILE) if path.name.endswith(LOG)]
     for files in ([folder / FILE], [folder / FILE, *logs]) if logs else ([folder / FILE],):
         with copied(*files) as place:
@@ -151,21 +128,24 @@ def _sound_rows(
             damaged: list[str] = []
             for row in _rows(place / FILE, "study", damaged):
                 with suppress(*_BAD):
-                    study[row[0]] = parsed(row[1])
+                    found.study[row[0]] = parsed(row[1])
             for row in _rows(place / FILE, "units", damaged):
-                try:
-                    name, entry = entry_of(row)
-                    entries[name] = entry
-                except _BAD as reason:
-                    damaged.append(f"a row of the table 'units': {reason}")
+                with _noting("units", damaged):
+                    found.entries[row[0]] = entry_of(row)
             for row in _rows(place / FILE, "records", damaged):
-                try:
-                    records[row[0]] = stored_of(row)
-                except _BAD as reason:
-                    damaged.append(f"a row of the table 'records': {reason}")
+                with _noting("records", damaged):
+                    found.records[row[0]] = stored_of(row)
             known = set(lost)
             lost += [what for what in damaged if what not in known]
-    return study, entries, records
+    return found
+
+
+@contextmanager
+def _noting(table: str, damaged: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except _BAD as reason:
+        damaged.append(f"a row of the table '{table}': {reason}")
 
 
 def _lengthen(path: Path) -> None:
@@ -185,9 +165,8 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("BEGIN")  # SQLite would lock the file anew for every row
-            if connection.execute(
-                "SELECT sql FROM sqlite_master WHERE name = ?", (table,)
-            ).fetchone() != (definition(table),):
+            found = "SELECT sql FROM sqlite_master WHERE name = ?"
+            if connection.execute(found, (table,)).fetchone() != (definition(table),):
                 raise DamagedError("it is not there, or another one")
         except (sqlite3.Error, DamagedError) as reason:
             lost.append(f"the table '{table}': {reason}")
@@ -199,12 +178,10 @@ def _rows(path: Path, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
             last, end = MOST_ROWS, [f"the end of the table '{table}': {reason}"]
         bad: list[str] = []  # since the last row that is sound
         room = NESTED
+        one = f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?"
         for number in range(1, min(last, MOST_ROWS) + 1):
             try:
-                row = connection.execute(
-                    f"SELECT {', '.join(TABLES[table])}, checksum FROM {table} WHERE rowid = ?",
-                    (number,),
-                ).fetchone()
+                row = connection.execute(one, (number,)).fetchone()
                 if row is not None and not is_sound(table, row):
                     raise DamagedError("it was altered")
                 if row is not None and nested(table, row) > room:

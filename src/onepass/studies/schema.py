@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onepass.studies.recovery import DamagedError
 
-PLANNED = 100_000  # units: what is planned is counted through by every command
+PLANNED = 100_000  # units: every command counts those that are planned
 TASKS = 10_000
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")  # speaks to a terminal
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")  # commands of a terminal
 
 
 def _plain_text(given: str) -> str:
@@ -144,60 +142,13 @@ def check(kind: type[BaseModel], what: str, values: Mapping[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:100]
-        raise DamagedError(
-            _CONTROL.sub(
-                "?",
-                f"{what} is not what onepass writes: {where + ': ' if where else ''}{first['msg'][:200]}",
-            )
-        ) from None
-
-
-def named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(columns, row, strict=True))
+        why = (where + ": " if where else "") + first["msg"][:200]
+        sentence = f"{what} is not what onepass writes: {why}"
+        raise DamagedError(_CONTROL.sub("?", sentence)) from None
 
 
 def printable(text: str) -> str:
-    """A text of several lines without what would speak to a terminal."""
+    """A text of several lines without the characters that a terminal takes for commands."""
     return "\n".join(
         _CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.expandtabs(8)) for line in text.split("\n")
     )
-
-
-def tasks_of(found: Mapping[str, NDArray[Any]], violations: Sequence[int] | None) -> int:
-    """The number of tasks in the arrays of a record; raises unless they are what a run leaves."""
-    for name in ("accuracy", "initial", "curve"):
-        if name not in found:
-            raise DamagedError(f"its '{name}' is missing")
-    phases, tasks = found["accuracy"].shape if found["accuracy"].ndim == 2 else (0, 0)
-    if not 0 < tasks <= TASKS or phases not in (1, tasks):
-        raise DamagedError(f"its 'accuracy' has the shape {found['accuracy'].shape}")
-    shapes = {"accuracy": (phases, tasks), "initial": (tasks,), "memory_accuracy": (tasks, tasks)}
-    for name, array in found.items():
-        if name in shapes and array.shape != shapes[name]:
-            raise DamagedError(f"its '{name}' has the shape {array.shape}, not {shapes[name]}")
-        if name in ("curve", *shapes) and (
-            array.dtype != np.float64 or not ((array >= 0) & (array <= 1) | np.isnan(array)).all()
-        ):
-            raise DamagedError(f"its '{name}' has values that are no accuracies")
-    if (
-        found["curve"].ndim != 2
-        or len(found["curve"]) not in (0, tasks)
-        or (found["curve"].size and found["curve"].shape[1] < 1)
-    ):
-        raise DamagedError(f"its 'curve' has the shape {found['curve'].shape}")
-    grown = found.get("state_by_task", np.zeros(1, np.int64))
-    if (
-        grown.ndim != 1
-        or not len(grown)
-        or len(grown) > TASKS
-        or grown.dtype != np.int64
-        or grown.min() < 0
-    ):
-        raise DamagedError("its 'state_by_task' are no sizes")
-    missing = np.isnan(found["accuracy"]).any(axis=1)
-    reached = (
-        int(missing.argmax()) if missing.any() else phases
-    )  # after that every run had diverged
-    if violations is not None and len(violations) < reached:
-        raise DamagedError(f"it has violations of {len(violations)} tasks, not of {reached}")
-    return int(tasks)

@@ -1,12 +1,12 @@
-"""Running a study: everything that a recipe asks for and the store does not have yet.
+"""Running a study: everything that a recipe wants and the store does not have yet.
 
-The plan of a study (which units share a fleet) is stored before anything is trained, so a study that was interrupted goes on with the same
-fleets, and its results are the same to the last bit on the same CPU.
+The plan of a study (which units share a fleet) is stored before anything is trained. So a study
+that was interrupted goes on with the same fleets, and its results are the same to the last bit on
+the same CPU.
 """
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,22 +14,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from onepass.errors import InputError, first_line
-from onepass.feed import Feed
-from onepass.files import canonical, write_here
 from onepass.interrupts import Held
-from onepass.learners import method
 from onepass.metrics import Record
 from onepass.streams.base import Part, Stream
 from onepass.studies import checkpoint, packing
-from onepass.studies.database import PROGRESS
 from onepass.studies.executors import Executor, Trained
-from onepass.studies.forecast import Forecast, Piece
+from onepass.studies.forecast import Workload
 from onepass.studies.packing import PARTS
+from onepass.studies.progress import Progress, ProgressFile
 from onepass.studies.recipe import Recipe, from_stored, grown
 from onepass.studies.results import Result, cross_validation, evaluation, result
 from onepass.studies.store import Provenance, Store, Unit
@@ -50,7 +47,7 @@ class Means:
 
 
 class Observer(Protocol):
-    """Somebody who watches a study."""
+    """What is told of a study's progress."""
 
     def running(self, jobs: list[Job]) -> None: ...
     def stored(self, unit: Unit, record: Record) -> None: ...
@@ -63,7 +60,7 @@ class Observer(Protocol):
         ...
 
     def held_up(self, what: str | None) -> None:
-        """What is being waited for, told again and again as long as that is so."""
+        """What the study waits for; told again and again as long as it waits."""
         ...
 
 
@@ -75,7 +72,8 @@ def check_device(device: str) -> str:
         raise InputError(f"unknown device '{device}': choose cpu, cuda or auto")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError(
-            "there is no CUDA device here: use --device cpu, or install a CUDA build of torch on a machine with a GPU"
+            "there is no CUDA device here: use --device cpu, or install a CUDA build of torch on a"
+            " machine with a GPU"
         )
     return device
 
@@ -89,27 +87,29 @@ def try_stream(recipe: Recipe, data: str | None) -> Stream:
 
 
 @contextmanager
-def opened(folder: Path, asked: Recipe) -> Iterator[tuple[Store, Recipe]]:
-    """The study in a folder, begun if there is none, and its recipe, grown by what is asked for now."""
-    with Store.write_to(folder, create={"recipe": asked.stored()}) as store:
+def opened(folder: Path, wanted: Recipe) -> Iterator[tuple[Store, Recipe]]:
+    """The study in a folder and its recipe, grown by what is wanted now.
+
+    In a folder without a study, one is begun.
+    """
+    with Store.write_to(folder, create={"recipe": wanted.stored()}) as store:
         stored = store.contents.study["recipe"]
-        recipe = _grown(folder, from_stored(stored), asked) if store.contents.records else asked
-        if not store.contents.records and recipe.stored() != stored:
-            store.restart(
-                recipe=recipe.stored()
-            )  # nothing would be lost, and the first try may have been a mistake
-        elif recipe.stored() != stored:
-            store.note(recipe=recipe.stored())
+        recipe = _grown(folder, from_stored(stored), wanted) if store.contents.records else wanted
+        if recipe.stored() != stored:
+            # Without results nothing would be lost: the first try may have been a mistake.
+            change = store.note if store.contents.records else store.restart
+            change(recipe=recipe.stored())
         yield store, recipe
 
 
-def _grown(folder: Path, stored: Recipe, asked: Recipe) -> Recipe:
+def _grown(folder: Path, stored: Recipe, wanted: Recipe) -> Recipe:
     try:
-        return grown(stored, asked)
+        return grown(stored, wanted)
     except InputError as reason:
         raise InputError(
-            f"the study in {folder} is another one ({reason}): it may get more methods, seeds and grid points;"
-            f" go on with it as it is by 'onepass run --out {folder}', or choose another folder"
+            f"the study in {folder} is another one ({reason}): it may get more methods, seeds and"
+            f" grid points; go on with it as it is by 'onepass run --out {folder}', or choose"
+            " another folder"
         ) from None
 
 
@@ -128,6 +128,8 @@ def run(
 
 
 class _Study:
+    """Gives fleets to the executor until every method of a recipe has its results."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -137,32 +139,27 @@ class _Study:
         executor: Executor,
         observer: Observer,
     ) -> None:
-        self.recipe, self.store, self.means, self.source = recipe, store, means, source
-        self.executor, self.observer = executor, observer
+        self.recipe = recipe
+        self.store = store
+        self.means = means
+        self.source = source
+        self.executor = executor
+        self.observer = observer
         self._waiting: list[Job] = []
         self._running: dict[Future[Trained], Job] = {}
-        self._failures: Counter[str] = Counter()
-        self._most: dict[
-            str, int
-        ] = {}  # runs of a method side by side, once more of them did not fit into memory
+        self._failures: Counter[str] = Counter()  # by fleet
+        # Runs of a method side by side, once more of them did not fit into memory.
+        self._most: dict[str, int] = {}
         self._chosen: set[str] = set()  # methods whose choice was announced
-        pairs = [(name, part) for name in recipe.methods for part in PARTS]
-        self._steps = {(name, part): self._steps_of(name, part) for name, part in pairs}
         self._costs = {name: packing.cost(source, recipe, name) for name in recipe.methods}
         self._packing = self._packing_of_all()
-        self._done = 0  # run-steps of finished fleets
-        # Of fleets in training: run-steps, and when they were counted.
-        self._seen: dict[Future[Trained], tuple[int, float]] = {}
-        self._forecast = Forecast({}, [])
-        self._progress = _Progress(store.folder / PROGRESS)
+        self._workload = Workload(source, recipe, self._packing)
+        self._progress = ProgressFile(store.folder)
 
     def go(self) -> None:
         for name in self.recipe.methods:
             self._advance(name)
-        self._forecast = Forecast(
-            {name: packing.cost_of_step(self.recipe, name) for name in self.recipe.methods},
-            self._left(),
-        )
+        self._workload.begin(self._waiting)
         try:
             while self._waiting or self._running:
                 self._start()
@@ -177,13 +174,14 @@ class _Study:
             self._progress.remove()
 
     def _start(self) -> None:
-        """Give the executor as many fleets as it can train, those of the longest method first, so that no worker waits for it in the end."""
+        """Give the executor as many fleets as it can train.
+
+        Those of the longest method come first, so that no worker waits for it in the end.
+        """
         self._waiting.sort(key=lambda job: -self._costs[job.method])
         while self._waiting and len(self._running) < self.executor.slots:
             job = self._waiting.pop(0)
-            with (
-                Held()
-            ):  # an interrupt must not strike between the beginning of a fleet and its being known
+            with Held():  # an interrupt must not come between the submission and its note
                 self._running[self.executor.submit(job)] = job
 
     def _keep_what_is_finished(self) -> None:
@@ -195,93 +193,44 @@ class _Study:
     def _packing_of_all(self) -> dict[str, dict[Part, list[int]]]:
         """How runs are packed is decided when a method is new, for both its parts, and stored.
 
-        All of it now, not when it is needed: it builds models, and beside a fleet that trains in this process it would share its random seed.
+        All of it now, not when it is needed: it builds models, and beside a fleet that trains in
+        this process it would share its random seed.
         """
         known = self.store.contents.study.get("packing", {})
         if any(name not in known for name in self.recipe.methods):
-            known = (
-                packing.plan(self.source, self.recipe, self.means.device, self.means.workers)
-                | known
-            )
+            new = packing.plan(self.source, self.recipe, self.means.device, self.means.workers)
+            known = new | known
             self.store.note(packing=known)
         return dict(known)
 
     def _show(self) -> None:
-        self._measure()
+        self._workload.measure(self._running, self.executor.steps())
         jobs = [job for future, job in self._running.items() if future.running()]
-        left = self._left()
-        seconds = self._forecast.left(left, self.executor.workers)
-        self.observer.running(jobs)
-        self.observer.steps(
-            self._done + sum(steps for steps, _ in self._seen.values()),
-            self._forecast.share(left),
-            seconds,
+        done, share, seconds = self._workload.progress(
+            self._running, self._waiting, self.executor.workers
         )
+        self.observer.running(jobs)
+        self.observer.steps(done, share, seconds)
         self.observer.held_up(self.executor.held_up())
-        self._progress.show(jobs, seconds)
-
-    def _measure(self) -> None:
-        """Tell the forecast what fleets in training have done since the last time."""
-        now, known = time.monotonic(), self.executor.steps()
-        for future, job in self._running.items() if known else ():
-            steps = known.get(job.name, 0)
-            before, then = self._seen.get(future, (0, None))
-            if steps > 0:  # the first come from a checkpoint, or after seconds of preparation
-                self._forecast.proceeded(
-                    _piece(job, steps - before), None if then is None else now - then
-                )
-                self._seen[future] = steps, now
-
-    def _left(self) -> list[Piece]:
-        """What is left: of fleets in training, of waiting ones, and the runs of methods that choose."""
-        seen = [(job, self._seen.get(future, (0, 0))[0]) for future, job in self._running.items()]
-        jobs = [*seen, *((job, 0) for job in self._waiting)]
-        left = [
-            _piece(job, len(job.units) * self._steps[job.method, job.part] - steps)
-            for job, steps in jobs
-        ]
-        for name in {job.method for job, _ in jobs if job.part == "cv"}:
-            runs = packing.deal(
-                range(self.recipe.seeds),
-                packing.fleets(self.recipe.seeds, *self._packing[name]["ev"]),
-            )
-            left += [
-                Piece(name, "ev", len(some), len(some) * self._steps[name, "ev"]) for some in runs
-            ]
-        return left
-
-    def _account(self, future: Future[Trained], job: Job, records: list[Record] | None) -> None:
-        """A fleet has ended with records; None: it failed, and what it did counts for nothing."""
-        seen = self._seen.pop(future, None)
-        steps = len(job.units) * self._steps[job.method, job.part] if records is not None else 0
-        self._done += steps
-        seconds = None
-        if records is not None and seen is None:  # all that is known from far away
-            seconds = sum(record.seconds for record in records)
-        self._forecast.proceeded(_piece(job, steps - (seen[0] if seen is not None else 0)), seconds)
-
-    def _steps_of(self, name: str, part: Part) -> int:
-        return Feed(
-            self.source, part, [0], self.recipe.batch_size, joined=method(name).joined
-        ).steps()
+        units = {unit.id: job.method for job in jobs for unit in job.units}
+        self._progress.show(Progress(seconds, units))
 
     # ---- what to do next
 
     def _advance(self, name: str) -> None:
-        """Submit what a method needs next: its grid on `D^CV`, then, once that is done, its runs on `D^EV`."""
+        """Submit what a method needs next: its grid on `D^CV`, after that its runs on `D^EV`."""
         if self._submit_missing(name, "cv", cross_validation(self.recipe, name)):
             return
         chosen = result(self.recipe, name, self.store).hyperparameters
         if chosen and name not in self._chosen:
             self._chosen.add(name)
             self.observer.chose(name, chosen)
-        if not chosen or not self._submit_missing(
-            name, "ev", evaluation(self.recipe, name, chosen)
-        ):
+        runs = evaluation(self.recipe, name, chosen) if chosen else []
+        if not self._submit_missing(name, "ev", runs):
             self.observer.finished(result(self.recipe, name, self.store))
 
     def _submit_missing(self, name: str, part: Part, wanted: list[Unit]) -> bool:
-        """Plan what has no place yet and submit the fleets that are not finished; False if there are none."""
+        """Plan units without a place and submit fleets that are not finished; False if none are."""
         new = [unit for unit in wanted if unit.id not in self.store.contents.entries]
         if new:
             self.store.plan(packing.deal(new, packing.fleets(len(new), *self._packing[name][part])))
@@ -295,24 +244,14 @@ class _Study:
         return any(fleets)
 
     def _submit(self, name: str, part: Part, units: Sequence[Unit]) -> None:
-        """A fleet, or several if one of this size did not fit into memory."""
+        """Queue a fleet, or several if one of this size did not fit into memory."""
         fleets = packing.deal(units, -(-len(units) // self._most.get(name, len(units))))
         if len(fleets) > 1:
             self.store.plan(fleets)
-        folder = str(self.store.folder.absolute()) if self.means.keep else None
-        for some in fleets:
-            self._waiting.append(
-                Job(
-                    self.recipe,
-                    name,
-                    part,
-                    tuple(some),
-                    self.means.data,
-                    self.means.device,
-                    folder,
-                    self.means.checkpoint_every,
-                )
-            )
+        means = self.means
+        folder = str(self.store.folder.absolute()) if means.keep else None
+        where = means.data, means.device, folder, means.checkpoint_every
+        self._waiting += [Job(self.recipe, name, part, tuple(some), *where) for some in fleets]
 
     # ---- what came out
 
@@ -321,21 +260,19 @@ class _Study:
         if error is None:
             records, made = future.result()
             self._keep(job, records, made)
-            self._account(future, job, records)
+            self._workload.ended(future, job, records)
         elif isinstance(error, InputError) or not isinstance(error, Exception):
             raise error  # wrong for every attempt and every fleet, or Ctrl-C
         else:
-            self._account(future, job, None)
+            self._workload.ended(future, job, None)
             if isinstance(error, OutOfMemoryError) and len(job.units) > 1:
                 self._split(job)
             else:
                 self._retry(job, error)
-        del self._running[
-            future
-        ]  # not before: what an interrupt hits here is stored on the way out
-        if not any(
-            other.method == job.method for other in [*self._running.values(), *self._waiting]
-        ):
+        # Not before: what an interrupt hits here is stored by `_keep_what_is_finished`.
+        del self._running[future]
+        left = [*self._running.values(), *self._waiting]
+        if not any(other.method == job.method for other in left):
             self._advance(job.method)
 
     def _keep(self, job: Job, records: list[Record], made: Provenance) -> None:
@@ -351,65 +288,25 @@ class _Study:
             checkpoints.discard()
 
     def _split(self, job: Job) -> None:
-        most = self._most[job.method] = min(
-            -(-len(job.units) // 2), self._most.get(job.method, len(job.units))
-        )
-        self.observer.trouble(
-            job, f"out of memory with {len(job.units)} runs side by side, going on with {most}"
-        )
-        too_large = [
-            job,
-            *(
-                other
-                for other in self._waiting
-                if other.method == job.method and len(other.units) > most
-            ),
-        ]
-        self._waiting = [other for other in self._waiting if other not in too_large]
-        for one in too_large:
-            self._discard_checkpoints(one)
-            self._submit(one.method, one.part, one.units)
+        name, runs = job.method, len(job.units)
+        most = self._most[name] = min(-(-runs // 2), self._most.get(name, runs))
+        what = f"out of memory with {runs} runs side by side, going on with {most}"
+        self.observer.trouble(job, what)
+        others = [one for one in self._waiting if one.method == name and len(one.units) > most]
+        self._waiting = [one for one in self._waiting if one not in others]
+        for too_large in (job, *others):
+            self._discard_checkpoints(too_large)
+            self._submit(name, too_large.part, too_large.units)
 
     def _retry(self, job: Job, error: Exception) -> None:
         self._failures[job.name] += 1
         left = ATTEMPTS - self._failures[job.name]
-        self.observer.trouble(
-            job, f"{first_line(error)}, {f'{left} attempts left' if left else 'given up'}"
-        )
-        if left == 1:
-            self._discard_checkpoints(
-                job
-            )  # it may fail because of them: the last attempt begins anew
+        next_step = f"{left} attempts left" if left else "given up"
+        self.observer.trouble(job, f"{first_line(error)}, {next_step}")
+        if left == 1:  # it may fail because of its checkpoints: the last attempt begins anew
+            self._discard_checkpoints(job)
         if left:
             self._submit(job.method, job.part, list(job.units))
         else:
-            self.store.fail(
-                [unit.id for unit in job.units], "".join(traceback.format_exception(error))
-            )
-
-
-def _piece(job: Job, steps: float) -> Piece:
-    return Piece(job.method, job.part, len(job.units), steps)
-
-
-class _Progress:
-    """A small file that tells `onepass status` what is going on. It is a view, not a result: nothing depends on it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._shown = time.time()
-
-    def show(self, jobs: list[Job], left: float | None) -> None:
-        if time.time() - self._shown < 1:
-            return
-        self._shown = time.time()
-        content: dict[str, Any] = {
-            "left": left,
-            "running": {unit.id: job.method for job in jobs for unit in job.units},
-        }
-        with suppress(InputError):
-            write_here(self._path, canonical(content).encode())
-
-    def remove(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            lines = "".join(traceback.format_exception(error))
+            self.store.fail([unit.id for unit in job.units], lines)

@@ -1,4 +1,4 @@
-"""What a worker does: train one fleet, wherever it is."""
+"""What a worker does, on whatever machine: train one fleet."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from onepass.streams import stream
 from onepass.streams.base import Part, Stream
 from onepass.studies import fetch
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.provenance import provenance, software
 from onepass.studies.recipe import Recipe
 from onepass.studies.store import Provenance, Unit, fleet_name
 
 log = logging.getLogger(__name__)
 
-# Seconds of waiting for a GPU: until that is said, until it is repeated, and in all.
+# Seconds of waiting for a GPU: until that is logged, until it is repeated, and in all.
 SOON, AGAIN, LONGEST = 5.0, 600.0, 86400.0
 
-_one_fleet_at_a_time = (
-    threading.Lock()
-)  # in a process: building a model sets the process's random seed for a moment
+# In a process: building a model sets the random seed of the process for a moment.
+_one_fleet_at_a_time = threading.Lock()
 
 
 class OutOfMemoryError(Exception):
@@ -47,7 +46,7 @@ class OutOfMemoryError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """One fleet: some runs of a method on a part of the stream. Everything a worker needs to know, whichever machine it is on."""
+    """One fleet: some runs of a method on a part of the stream, with all that a worker needs."""
 
     recipe: Recipe
     method: str
@@ -66,21 +65,16 @@ class Job:
         """Where this fleet's checkpoints are, if the study's folder is in reach."""
         if self.folder is None or not (Path(self.folder) / FILE).is_file():
             return None
-        made_with = software() + (
-            " on a GPU" if self.device.startswith("cuda") else ""
-        )  # where rows of theta are padded
-        return Checkpoints(
-            Path(self.folder) / "checkpoints" / self.name,
-            self.name,
-            self.checkpoint_every,
-            made_with,
-        )
+        # On a GPU rows of theta are padded.
+        made_with = software() + (" on a GPU" if self.device.startswith("cuda") else "")
+        folder = Path(self.folder) / "checkpoints" / self.name
+        return Checkpoints(folder, self.name, self.checkpoint_every, made_with)
 
 
 def work(
     job: Job, progress: Callable[[int], None] | None = None
 ) -> tuple[list[Record], Provenance]:
-    """Train one fleet; its records in the order of its units."""
+    """Train one fleet; return its records, in the order of its units, and their provenance."""
     with _one_fleet_at_a_time, _device(job.device, progress) as device:
         too_much = ""
         try:
@@ -103,15 +97,17 @@ def work(
             if device.startswith("cuda"):
                 gc.collect()
                 torch.cuda.empty_cache()  # the next fleet may be another process's
-        if (
-            too_much
-        ):  # not from where it was caught: that error holds on to everything that was in memory
+        # Not raised where it was caught: that error keeps everything alive that was in memory.
+        if too_much:
             raise OutOfMemoryError(too_much)
         return records, provenance(device)
 
 
 def open_stream(recipe: Recipe, data: str | None) -> Stream:
-    """The stream of a recipe; its data are looked for on this machine if `data` is a folder of another one."""
+    """The stream of a recipe.
+
+    If `data` is a folder of another machine, the data are searched for on this one.
+    """
     needed = stream(recipe.stream).data
     if needed is not None and (data is None or not Path(data).is_dir()):
         data = fetch.locate(needed, None)
@@ -125,7 +121,10 @@ def _cached_stream(name: str, options: Any, data: str | None) -> Stream:
 
 @contextmanager
 def _device(device: str, progress: Callable[[int], None] | None) -> Iterator[str]:
-    """The device to train on. Of GPUs, the first one that is free: one fleet a GPU at a time, over all processes of the machine."""
+    """The device to train on; of GPUs, the first one that is free.
+
+    All processes of the machine together train one fleet per GPU at a time.
+    """
     if device != "cuda":
         yield device
         return
@@ -141,14 +140,12 @@ def _device(device: str, progress: Callable[[int], None] | None) -> Iterator[str
 
 
 def _lock_file(number: int) -> Path:
-    return (
-        Path(tempfile.gettempdir())
-        / f"onepass-{os.getuid()}-{torch.cuda.get_device_properties(number).uuid}.lock"
-    )
+    device = torch.cuda.get_device_properties(number).uuid
+    return Path(tempfile.gettempdir()) / f"onepass-{os.getuid()}-{device}.lock"
 
 
 def _first_free(handles: list[int], progress: Callable[[int], None] | None = None) -> int:
-    """The number of the first file that can be locked; while none can, it says what it waits for."""
+    """The number of the first file that can be locked; logs what it waits for while none can."""
     began = time.monotonic()
     said = began + SOON - AGAIN
     while True:
@@ -167,7 +164,8 @@ def _first_free(handles: list[int], progress: Callable[[int], None] | None = Non
         if now - began > LONGEST:
             hours = f"{LONGEST / 3600:.0f} hours"
             raise InputError(
-                f"no GPU became free within {hours} (in use by process {_holders(handles)}): end what uses them, or try later"
+                f"no GPU became free within {hours} (in use by process {_holders(handles)}): end"
+                " what uses them, or try later"
             )
         if progress is not None:
             progress(0)  # which raises if the driver was interrupted
@@ -179,7 +177,7 @@ def _holders(handles: list[int]) -> str:
 
 
 def _holder(handle: int) -> str:
-    """The process that has locked a file, where the system tells."""
+    """The process that has locked a file, where the system shows it."""
     with suppress(OSError):
         inode = str(os.fstat(handle).st_ino)
         for line in Path("/proc/locks").read_text().splitlines():

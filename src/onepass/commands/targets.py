@@ -1,4 +1,4 @@
-"""Where a command's tables go: files that are named by the user, and the screen."""
+"""Where a command's tables go: files that the user names, and the terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from onepass.errors import InputError
 from onepass.special_files import is_device
-from onepass.studies.database import check_target
+from onepass.studies.folder import check_target
 
 
 def check_targets(*targets: Path | None, study: Path | None = None) -> None:
-    """Raise if a table cannot be written to one of these files, or should not."""
+    """Raise if a table cannot be written to one of these files, or would overwrite a study."""
     given = [target for target in targets if target is not None]
     for target in given:
         check_target(target, study)
@@ -21,9 +21,9 @@ def check_targets(*targets: Path | None, study: Path | None = None) -> None:
 
 
 def hand_out(*ways: Callable[[], None] | None) -> None:
-    """Go all ways, and only then raise what was wrong with the first that failed.
+    """Call all of them, and only then raise the error of the first that failed.
 
-    A full disk does not take the printed table with it, nor a full standard output the file.
+    A full disk must not prevent the printed table, nor a full standard output the file.
     """
     trouble: list[InputError] = []
     for way in filter(None, ways):
