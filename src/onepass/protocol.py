@@ -23,7 +23,7 @@ from onepass.errors import first_line, is_out_of_memory
 from onepass.feed import Feed
 from onepass.learners import Method
 from onepass.learners.base import Learner
-from onepass.memory import EpisodicMemory, Policy
+from onepass.memory import FleetMemory, Policy
 from onepass.metrics import Record
 from onepass.models import Kind, Network
 from onepass.models.initial import Initialisation
@@ -266,7 +266,7 @@ def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: Recorder) 
     )  # first, since a learner may have to rebuild the fleet's architecture
     fleet.restore(part("fleet"), saved.numbers["fleet"])
     if learner.memory is not None:
-        learner.memory.restore(part("memory"), saved.numbers["task"])
+        learner.memory.restore(part("memory"), {"task": saved.numbers["task"]})
     record.restore(part("record"), saved.numbers["record"])
 
 
@@ -307,7 +307,7 @@ def assemble(
     }
     memory = None
     if method.learner.needs_memory:
-        memory = EpisodicMemory(
+        memory = FleetMemory(
             fleet,
             feed.tasks,
             setup.memory_per_task,
