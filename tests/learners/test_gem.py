@@ -16,7 +16,7 @@ from onepass.learners.agem import project
 from onepass.learners.base import NoOptions, Rehearsal
 from onepass.learners.gem import Gem, Options, closest, nonnegative
 from onepass.learners.van import Van
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from onepass.protocol import Run, Setup, assemble
 from toys import ToyStream, batch_of, by_hand, fleet_of
 
@@ -193,7 +193,7 @@ def gem(
     budget: int = 10,
     include_current: bool = False,
 ) -> Gem:
-    memory = EpisodicMemory(fleet, 4, budget, include_current=include_current)
+    memory = FleetMemory(fleet, 4, budget, include_current=include_current)
     return Gem(fleet, {"margin": torch.full((fleet.runs, 1), margin)}, Options(ridge), memory)
 
 
