@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from onepass.errors import InputError, LearntError, first_line, shown
 from onepass.learners import METHODS
-from onepass.live.memory import Memory
+from onepass.live.plan import Memory
 from onepass.live.saving import AGAIN, packed, unpacked
 from onepass.live.settings import refusing
 from onepass.live.wrapper import OnePass

@@ -19,7 +19,7 @@ from onepass.errors import InputError, first_line, shown, unknown
 from onepass.files import check_writable, make_folder, resolved
 from onepass.learners import METHODS, method
 from onepass.learners.base import Learner
-from onepass.live.memory import Memory
+from onepass.live.plan import Memory
 
 Name = int | str
 Tasks = Sequence[Sequence[int]] | Mapping[Name, Sequence[int]]

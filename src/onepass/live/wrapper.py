@@ -32,8 +32,9 @@ from onepass.live.inputs import (
     read_labels,
     read_target,
 )
-from onepass.live.memory import LiveMemory, Memory
+from onepass.live.memory import StreamMemory
 from onepass.live.optimisers import check_optimizer
+from onepass.live.plan import Memory
 from onepass.live.rollback import or_as_before
 from onepass.live.settings import (
     PRECISIONS,
@@ -57,7 +58,6 @@ from onepass.live.settings import (
     refusing,
 )
 from onepass.live.watching import Callback, Watch
-from onepass.memory import EpisodicMemory
 
 TARGET = "target"
 
@@ -169,16 +169,13 @@ class OnePass:
             name: torch.full_like(self.fleet.theta[:, :1], value)
             for name, value in self._columns.items()
         }
-        self.memory: LiveMemory | None = None
+        self.memory: StreamMemory | None = None
         if learner_type.needs_memory:
             policy = self.plan.policy or ("class-balanced" if self.classifies else "reservoir")
-            self.memory = LiveMemory(
+            self.memory = StreamMemory(
                 self.fleet, self.plan, policy, self.task_free, self._classes_now
             )
-        # It has all that learners ask of an episodic memory, if not what the benchmark's protocol does.
-        self.learner = learner_type(
-            self.fleet, columns, self._options, cast(EpisodicMemory | None, self.memory)
-        )
+        self.learner = learner_type(self.fleet, columns, self._options, self.memory)
         self.advice = Advice(self)
         self._sample: list[Tensor] = []  # some inputs, to export with
         self.undo: Callable[[], None] | None = (

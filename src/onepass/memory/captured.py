@@ -31,7 +31,7 @@ class CapturedDraws(ABC):
 
     @abstractmethod
     def _gather(self, places: Tensor, into: Found | None) -> Found:
-        """Copy the examples at some places `[R, steps, n]`, into these tensors if there are some."""
+        """Copy the examples at places `[R, steps, n]`, into these tensors if there are some."""
 
     def _draw(self, asked: Hashable, now: Callable[[], Batch], ahead: Chooser) -> Batch:
         """Draw by `now`, or in a captured step read what `ahead` has chosen.

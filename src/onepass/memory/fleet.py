@@ -1,8 +1,8 @@
 """The episodic memory of a fleet: a fixed budget per task, for each of R runs.
 
 The paper fills the memory of a task by sampling uniformly per class once the task is over. A
-reservoir per class, filled while the examples pass by, has the same distribution and needs no second
-pass over the data. Its content becomes visible when the task ends.
+reservoir per class, filled while the examples pass by, has the same distribution and needs no
+second pass over the data. Its content becomes visible when the task ends.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class FleetMemory(CapturedDraws):
     each class, `reservoir` a uniform sample of the task. A task's classes share its budget evenly.
     `include_current` makes the current task visible while it is learnt.
 
-    What is kept depends on the order of the examples alone, not on how they are cut into batches. So
-    batches are stored several at a time; until then they are held and must not be written to. A draw
-    is a function of the run's seed and step: it is repeatable, and needs no state.
+    What is kept depends on the order of the examples alone, not on how they are cut into batches.
+    So batches are stored several at a time; until then they are held and must not be written to. A
+    draw is a function of the run's seed and step: it is repeatable, and needs no state.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class FleetMemory(CapturedDraws):
         self._counts = []
         for task in range(self.task + 1):
             counts = [int(n) for n in (owner == task).sum(1).tolist()]
-            # A run that has diverged keeps nothing any more, and what it computes is thrown away. It
-            # counts as having as much as the others, so that batches stay of one size.
+            # A run that has diverged keeps nothing any more, and what it computes is thrown away.
+            # It counts as having as much as the others, so that batches stay of one size.
             self._counts.append([max(counts) if lost[r] else n for r, n in enumerate(counts)])
         self.sizes = [sum(row) for row in zip(*self._counts, strict=True)]
 
@@ -201,7 +201,7 @@ class FleetMemory(CapturedDraws):
         return self._take(places.to(self.fleet.device, non_blocking=True), tuple(counts))
 
     def of_chosen(self, choose: Chooser) -> Batch:
-        """`of` the tasks `choose(1)`, `[R, 1]`; `choose(n)` are those of this and the next steps."""
+        """`of` the tasks that `choose(1)` names, `[R, 1]`."""
         return self._draw(
             "task",
             lambda: self.of(choose(1)[:, 0].tolist()),
@@ -225,10 +225,7 @@ class FleetMemory(CapturedDraws):
         return count if repeats else min(count, self.tasks * self.budget)
 
     def draw(self, count: int) -> Batch | None:
-        """Return a reference batch of `count` visible examples, uniform without replacement.
-
-        All of them while they are fewer; None while there are none.
-        """
+        """A reference batch of `count` visible examples, uniform without replacement."""
         if self._x is None:
             return None
         if self.include_current:

@@ -20,9 +20,17 @@ class EpisodicMemory(Protocol):
     stream whose end is not known.
     """
 
-    task: int  # the current one
-    tasks: int  # at most
-    budget: int  # examples per task
+    @property
+    def task(self) -> int:
+        """The current task."""
+
+    @property
+    def tasks(self) -> int:
+        """How many there are at most."""
+
+    @property
+    def budget(self) -> int:
+        """Examples that are kept of each."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -58,7 +66,10 @@ class EpisodicMemory(Protocol):
         """All that is kept of one past task per run: `tasks[r]` in row `r`."""
 
     def of_chosen(self, choose: Chooser) -> Batch:
-        """`of` the tasks `choose(1)`, `[R, 1]`; `choose(n)` are those of this and the next steps."""
+        """`of` the tasks that `choose(1)` names, `[R, 1]`.
+
+        `choose(n)` names those of the next n steps, this one included.
+        """
 
     def contents(self, room: bool = False) -> tuple[Batch, Tensor] | None:
         """All visible examples, and the task of each, `[R, n]`: −1 behind a row's end.
