@@ -88,7 +88,7 @@ class Rows:
         self.arrived[row] = step
 
     def drop(self, row: int) -> int:
-        """Remove a row that has left its group; the last one, which is returned, takes its place."""
+        """Remove a row that has left its group; the last row, which is returned, moves there."""
         last = len(self.group) - 1
         lists: list[Any] = [self.group, self.arrived, self.position]
         left = (one for one in self.coming if one % 2**SHIFT != row)
