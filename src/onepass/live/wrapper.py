@@ -303,7 +303,7 @@ class OnePass:
     # ---- files
 
     def save(self, path: str | Path) -> None:
-        """Write all that is needed to go on: safetensors with a JSON header, whole or not at all."""
+        """Write all that is needed to go on: safetensors and a JSON header, whole or not at all."""
         from onepass.live.saving import save
 
         with self._alone:
