@@ -16,7 +16,7 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.slots import Slots
 from onepass.learners.gem import Gem, Options, closest, nonnegative
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from onepass.models.mlp import mlp
 from onepass.streams.base import shared_heads
 
@@ -49,7 +49,7 @@ def main() -> None:
         [1e-3] * RUNS,
         device=device,
     )
-    memory = EpisodicMemory(fleet, TASKS, MEMORY)
+    memory = FleetMemory(fleet, TASKS, MEMORY)
     learner = Gem(fleet, {"margin": torch.zeros(RUNS, 1)}, Options(), memory)
 
     def batch(size: int) -> Batch:

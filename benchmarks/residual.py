@@ -28,7 +28,7 @@ from onepass.engine.cpu import keep_freed_memory
 from onepass.engine.fleet import Fleet
 from onepass.engine.slots import Slots
 from onepass.learners import METHODS
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from onepass.models import Network
 from onepass.streams.base import Pool, separate_heads
 
@@ -101,7 +101,7 @@ def by_engine(method: str, tasks: int) -> Callable[[], None]:
         lambda: NETWORK.build(IMAGE, slots.count), [0], slots, [RATE], prepare=pool.prepare_images
     )
     found = METHODS[method].learner
-    memory = EpisodicMemory(fleet, TASKS, BUDGET) if found.needs.memory else None
+    memory = FleetMemory(fleet, TASKS, BUDGET) if found.needs.memory else None
     options = (
         found.options(reference_batch=1300)
         if hasattr(found.options(), "reference_batch")

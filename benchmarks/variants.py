@@ -17,8 +17,8 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import LOST, Fleet
 from onepass.learners import METHODS, Method
 from onepass.learners.agem import AGem
-from onepass.learners.rehearsal import Reference
 from onepass.learners.icarl import ICarl, Options
+from onepass.learners.rehearsal import Reference
 from onepass.memory import EpisodicMemory
 
 

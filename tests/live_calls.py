@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass import Memory, OnePass
-from onepass.live.memory import SHIFT, LiveMemory
+from onepass.live.memory import StreamMemory
+from onepass.live.rows import SHIFT
 from toys import FEATURES
 
 OUTPUTS = 4
@@ -137,7 +138,7 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
         else (
             {name: t.clone() for name, t in memory.state().items()},
             memory.counters(),
-            memory._sharing,
+            memory._selection.sharing,
         ),
         "place": (
             learner.steps,
@@ -152,39 +153,44 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
     }
 
 
-def check_memory(memory: LiveMemory, steps: int) -> None:
+def check_memory(memory: StreamMemory, steps: int) -> None:
     """The lists of a memory fit together."""
     plan, rows = memory.plan, range(memory.size)
-    assert len(memory._group) == len(memory._arrived) == memory.size
+    assert len(memory.rows.group) == len(memory.rows.arrived) == memory.size
     assert memory.storage is None or memory.size <= memory.storage.rows
-    assert sorted(row for members in memory._members.values() for row in members) == list(rows)
-    for group, members in memory._members.items():
-        assert all(memory._group[row] == group for row in members)
-        assert memory._seen[group] >= len(members)
-    visible, apart = set(memory._visible), {row for row in rows if memory._group[row][1] < 0}
+    assert sorted(row for members in memory.rows.members.values() for row in members) == list(rows)
+    for group, members in memory.rows.members.items():
+        assert all(memory.rows.group[row] == group for row in members)
+        assert memory.rows.seen[group] >= len(members)
+    visible, apart = (
+        set(memory.rows.visible),
+        {row for row in rows if memory.rows.group[row][1] < 0},
+    )
     assert not visible & apart
-    assert not apart or max(Counter(memory._group[row] for row in apart).values()) <= plan.held_out
-    assert len(visible) == len(memory._visible) == memory.visible
-    position = {row: place for row, place in enumerate(memory._position) if place >= 0}
-    assert position == {row: place for place, row in enumerate(memory._visible)}
-    assert memory._rows is None or memory._rows.tolist() == memory._visible
+    assert (
+        not apart or max(Counter(memory.rows.group[row] for row in apart).values()) <= plan.held_out
+    )
+    assert len(visible) == len(memory.rows.visible) == memory.visible
+    position = {row: place for row, place in enumerate(memory.rows.position) if place >= 0}
+    assert position == {row: place for place, row in enumerate(memory.rows.visible)}
+    assert memory.rows.places is None or memory.rows.places.tolist() == memory.rows.visible
     assert memory._pending is None
-    fresh = set(memory._fresh)
+    fresh = set(memory.rows.fresh)
     if memory.task_free:
         assert not fresh
-        coming = {divmod(one, 2**SHIFT) for one in memory._coming}
+        coming = {divmod(one, 2**SHIFT) for one in memory.rows.coming}
         for row in rows:
             if row in apart:
                 continue
             if row in visible:
-                assert memory._arrived[row] <= steps - plan.recent
+                assert memory.rows.arrived[row] <= steps - plan.recent
             else:
-                assert (memory._arrived[row], row) in coming
+                assert (memory.rows.arrived[row], row) in coming
     else:
-        assert not memory._coming
+        assert not memory.rows.coming
         assert not fresh & visible
         assert fresh | visible | apart == set(rows)
-        assert all(memory._group[row][0] == memory.task for row in fresh)
+        assert all(memory.rows.group[row][0] == memory.task for row in fresh)
         assert max(memory.counts().values(), default=0) <= plan.per_task + plan.held_out
     assert sum(memory.counts().values()) == memory.size
     measured = {row for found in memory.groups().values() for row in found}

@@ -16,7 +16,9 @@ from onepass import Memory
 from onepass.engine.batch import Batch
 from onepass.engine.module_fleet import ModuleFleet
 from onepass.engine.slots import Slots
-from onepass.live.memory import INDEX, SHIFT, LiveMemory, Policy
+from onepass.live.memory import INDEX, StreamMemory
+from onepass.live.plan import Policy
+from onepass.live.rows import SHIFT
 
 CLASSES = 5
 EACH = (
@@ -37,9 +39,9 @@ every_policy = pytest.mark.parametrize(
 )
 
 
-def memory_of(plan: Memory, policy: Policy, task_free: bool = False, seed: int = 0) -> LiveMemory:
+def memory_of(plan: Memory, policy: Policy, task_free: bool = False, seed: int = 0) -> StreamMemory:
     fleet = ModuleFleet(nn.Linear(1, CLASSES), Slots((tuple(range(CLASSES)),)), 0.1, seed=seed)
-    return LiveMemory(fleet, plan, policy, task_free, lambda: range(CLASSES))
+    return StreamMemory(fleet, plan, policy, task_free, lambda: range(CLASSES))
 
 
 class Offered:
@@ -50,7 +52,7 @@ class Offered:
         self.task: list[int] = []
         self.batch: list[int] = []
 
-    def show(self, memory: LiveMemory, labels: Sequence[int]) -> list[int]:
+    def show(self, memory: StreamMemory, labels: Sequence[int]) -> list[int]:
         """A batch whose step is not taken yet."""
         first = len(self.labels)
         numbers = torch.arange(first, first + len(labels))
@@ -64,7 +66,7 @@ class Offered:
         memory.observe(batch)
         return list(labels)
 
-    def __call__(self, memory: LiveMemory, labels: Sequence[int]) -> None:
+    def __call__(self, memory: StreamMemory, labels: Sequence[int]) -> None:
         shown = self.show(memory, labels)
         self.labels += shown
         self.task += [memory.task] * len(shown)
@@ -73,27 +75,27 @@ class Offered:
         memory.commit(shown)
 
 
-def numbers_in(memory: LiveMemory) -> list[int]:
+def numbers_in(memory: StreamMemory) -> list[int]:
     assert memory.storage is not None
     return [int(n) for n in memory.storage.columns["x"][: memory.size, 0].tolist()]
 
 
-def check(memory: LiveMemory, offered: Offered) -> None:
+def check(memory: StreamMemory, offered: Offered) -> None:
     """Everything that must hold at any time."""
     rows = range(memory.size)
-    assert sorted(itertools.chain.from_iterable(memory._members.values())) == list(rows), (
+    assert sorted(itertools.chain.from_iterable(memory.rows.members.values())) == list(rows), (
         "every row is in one group"
     )
-    for group, members in memory._members.items():
-        assert all(memory._group[row] == group for row in members)
-        assert len(members) <= memory._seen[group]
-    assert len(memory._group) == len(memory._arrived) == memory.size
-    position = {row: place for row, place in enumerate(memory._position) if place >= 0}
-    assert {row: place for place, row in enumerate(memory._visible)} == position
+    for group, members in memory.rows.members.items():
+        assert all(memory.rows.group[row] == group for row in members)
+        assert len(members) <= memory.rows.seen[group]
+    assert len(memory.rows.group) == len(memory.rows.arrived) == memory.size
+    position = {row: place for row, place in enumerate(memory.rows.position) if place >= 0}
+    assert {row: place for place, row in enumerate(memory.rows.visible)} == position
     hidden = (
-        {one % 2**SHIFT for one in memory._coming} - position.keys()
+        {one % 2**SHIFT for one in memory.rows.coming} - position.keys()
         if memory.task_free
-        else set(memory._fresh)
+        else set(memory.rows.fresh)
     )
     assert hidden.isdisjoint(position)
     assert hidden | position.keys() == set(rows)
@@ -105,7 +107,7 @@ def check(memory: LiveMemory, offered: Offered) -> None:
     assert len(set(found)) == memory.size, "no example twice"
     columns = memory.storage.columns
     for row, number in enumerate(found):
-        task, label = memory._group[row]
+        task, label = memory.rows.group[row]
         assert task == offered.task[number]
         assert int(columns["slots"][row]) == offered.labels[number]
         assert memory.policy == "reservoir" or label == offered.labels[number]
@@ -119,7 +121,7 @@ def some_labels(random: Random, most: int = 12) -> list[int]:
     ]
 
 
-def something(memory: LiveMemory, offered: Offered, random: Random) -> Batch | None:
+def something(memory: StreamMemory, offered: Offered, random: Random) -> Batch | None:
     """A random thing that can happen to a memory."""
     chance = random.random()
     if chance < 0.1:
@@ -148,7 +150,7 @@ def assert_same_batch(one: Batch | None, other: Batch | None) -> None:
         assert all(torch.equal(tensor, other.extra[name]) for name, tensor in one.extra.items())
 
 
-def assert_same_state(one: LiveMemory, other: LiveMemory) -> None:
+def assert_same_state(one: StreamMemory, other: StreamMemory) -> None:
     found, expected = one.state(), other.state()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -12,7 +12,7 @@ from onepass.engine.fleet import Fleet
 from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.learners import METHODS
-from onepass.memory import EpisodicMemory, Policy
+from onepass.memory import FleetMemory, Policy
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.base import separate_heads
 from toys import ToyStream, fleet_of, small_net
@@ -28,20 +28,20 @@ def stream(count: int, runs: int = 3, task: int = 0, seed: int = 0) -> Batch:
     return Batch(torch.stack([number, torch.full_like(number, task), slots], dim=-1), slots)
 
 
-def fill(memory: EpisodicMemory, batch: Batch, size: int) -> None:
+def fill(memory: FleetMemory, batch: Batch, size: int) -> None:
     for start in range(0, batch.slots.shape[1], size):
         memory.observe(
             Batch(batch.x[:, start : start + size], batch.slots[:, start : start + size])
         )
 
 
-def remembered(memory: EpisodicMemory) -> tuple[Tensor, Tensor, Tensor]:
+def remembered(memory: FleetMemory) -> tuple[Tensor, Tensor, Tensor]:
     contents = memory.contents()
     assert contents is not None
     return contents[0].x, contents[0].slots, contents[1]
 
 
-def numbers(memory: EpisodicMemory, run: int) -> list[int]:
+def numbers(memory: FleetMemory, run: int) -> list[int]:
     return sorted(remembered(memory)[0][run, : memory.sizes[run], 0].tolist())
 
 
@@ -54,7 +54,7 @@ def test_the_memory_does_not_depend_on_how_examples_are_cut_into_batches(policy:
     everything = stream(101)
     found = []
     for size in (1, 7, 10, 101):
-        memory = EpisodicMemory(fleet_of(), 4, 9, policy=policy)
+        memory = FleetMemory(fleet_of(), 4, 9, policy=policy)
         fill(memory, everything, size)
         memory.end_task()
         found.append([numbers(memory, r) for r in range(3)])
@@ -63,7 +63,7 @@ def test_the_memory_does_not_depend_on_how_examples_are_cut_into_batches(policy:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_examples_keep_their_slots_and_tasks_and_each_is_stored_once(policy: Policy) -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 10, policy=policy)
+    memory = FleetMemory(fleet_of(), 4, 10, policy=policy)
     for task in range(4):
         memory.begin_task(task)
         fill(memory, stream(60, task=task, seed=task), 7)
@@ -82,7 +82,7 @@ def test_examples_keep_their_slots_and_tasks_and_each_is_stored_once(policy: Pol
 
 def test_the_class_reservoir_samples_each_class_uniformly() -> None:
     runs, count = 4000, 40
-    memory = EpisodicMemory(many_runs(runs), 1, 8)
+    memory = FleetMemory(many_runs(runs), 1, 8)
     slots = (torch.arange(count) % 2).expand(
         runs, count
     )  # even and odd numbers are the two classes
@@ -95,7 +95,7 @@ def test_the_class_reservoir_samples_each_class_uniformly() -> None:
 
 def test_the_plain_reservoir_samples_the_task_uniformly() -> None:
     runs, count = 4000, 30
-    memory = EpisodicMemory(many_runs(runs), 1, 5, policy="reservoir")
+    memory = FleetMemory(many_runs(runs), 1, 5, policy="reservoir")
     fill(
         memory,
         Batch(
@@ -114,7 +114,7 @@ def test_the_plain_reservoir_samples_the_task_uniformly() -> None:
 
 
 def test_the_ring_keeps_the_last_examples_of_each_class() -> None:
-    memory, everything = EpisodicMemory(fleet_of(), 4, 6, policy="ring"), stream(50)
+    memory, everything = FleetMemory(fleet_of(), 4, 6, policy="ring"), stream(50)
     fill(memory, everything, 8)
     memory.end_task()
     for r in range(3):
@@ -125,7 +125,7 @@ def test_the_ring_keeps_the_last_examples_of_each_class() -> None:
 
 
 def test_a_task_smaller_than_its_budget_leaves_no_holes_and_nothing_invented() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 20)
+    memory = FleetMemory(fleet_of(), 4, 20)
     fill(memory, stream(6), 4)
     memory.end_task()
     memory.begin_task(1)
@@ -141,7 +141,7 @@ def test_a_task_smaller_than_its_budget_leaves_no_holes_and_nothing_invented() -
 
 
 def test_the_current_task_is_invisible_until_it_ends() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 6)
+    memory = FleetMemory(fleet_of(), 4, 6)
     assert memory.draw(4) is None
     fill(memory, stream(30), 10)
     assert memory.draw(4) is None
@@ -154,7 +154,7 @@ def test_the_current_task_is_invisible_until_it_ends() -> None:
 
 
 def test_contents_with_room_have_one_shape_and_say_what_is_not_there() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 6)
+    memory = FleetMemory(fleet_of(), 4, 6)
     for task in range(2):
         memory.begin_task(task)
         fill(memory, stream(20, task=task), 5)
@@ -170,7 +170,7 @@ def test_contents_with_room_have_one_shape_and_say_what_is_not_there() -> None:
 
 
 def test_the_current_task_is_visible_when_asked_for() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 6, include_current=True)
+    memory = FleetMemory(fleet_of(), 4, 6, include_current=True)
     fill(memory, stream(3), 10)
     drawn = memory.draw(6)
     assert drawn is not None
@@ -195,7 +195,7 @@ def test_the_current_task_is_visible_when_asked_for() -> None:
 def test_reference_batches_are_drawn_without_replacement_uniformly_from_the_union_of_tasks(
     budget: int,
 ) -> None:
-    memory = EpisodicMemory(fleet_of(runs=1), 4, budget, policy="ring")
+    memory = FleetMemory(fleet_of(runs=1), 4, budget, policy="ring")
     for task in range(2):
         memory.begin_task(task)
         fill(memory, stream(2 * budget, runs=1, task=task), 50)
@@ -214,7 +214,7 @@ def test_reference_batches_are_drawn_without_replacement_uniformly_from_the_unio
 
 
 def test_reference_batches_may_be_drawn_with_replacement_when_asked_for() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 4, with_replacement=True)
+    memory = FleetMemory(fleet_of(), 4, 4, with_replacement=True)
     fill(memory, stream(30), 10)
     memory.end_task()
     drawn = memory.draw(50)
@@ -230,7 +230,7 @@ def test_reference_batches_may_be_drawn_with_replacement_when_asked_for() -> Non
 
 
 def test_while_the_memory_is_smaller_than_the_batch_all_of_it_is_the_batch() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 6)
+    memory = FleetMemory(fleet_of(), 4, 6)
     fill(memory, stream(30), 10)
     memory.end_task()
     drawn = memory.draw(6)
@@ -243,7 +243,7 @@ def test_while_the_memory_is_smaller_than_the_batch_all_of_it_is_the_batch() -> 
 
 
 def test_rows_with_less_in_memory_have_smaller_batches_of_their_own() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 10, policy="reservoir")
+    memory = FleetMemory(fleet_of(), 4, 10, policy="reservoir")
     memory.observe(Batch(stream(9).x, stream(9).slots, sizes=(9, 0, 3)))
     memory.end_task()
     assert memory.sizes == [9, 0, 3]
@@ -256,7 +256,7 @@ def test_rows_with_less_in_memory_have_smaller_batches_of_their_own() -> None:
 
 
 def test_two_tasks_with_the_same_examples_are_sampled_differently() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 10, policy="reservoir")
+    memory = FleetMemory(fleet_of(), 4, 10, policy="reservoir")
     for task in range(2):
         memory.begin_task(task)
         fill(memory, stream(200), 50)
@@ -266,7 +266,7 @@ def test_two_tasks_with_the_same_examples_are_sampled_differently() -> None:
 
 
 def test_between_two_tasks_the_memory_counts_no_example_twice() -> None:
-    memory = EpisodicMemory(fleet_of(), 4, 6, include_current=True)
+    memory = FleetMemory(fleet_of(), 4, 6, include_current=True)
     fill(memory, stream(30), 10)
     memory.end_task()
     drawn = memory.draw(12)
@@ -278,12 +278,12 @@ def test_between_two_tasks_the_memory_counts_no_example_twice() -> None:
 
 def test_a_memory_that_shows_the_current_task_has_room_for_every_class() -> None:
     with pytest.raises(InputError, match="class"):
-        EpisodicMemory(fleet_of(), 4, 1, include_current=True)
+        FleetMemory(fleet_of(), 4, 1, include_current=True)
 
 
 def test_an_inactive_run_stores_nothing() -> None:
     fleet = fleet_of()
-    memory = EpisodicMemory(fleet, 4, 6)
+    memory = FleetMemory(fleet, 4, 6)
     fleet.active[1] = False
     fill(memory, stream(30), 10)
     memory.end_task()
@@ -298,7 +298,7 @@ def test_an_impossible_memory_is_refused_with_a_sentence(
     tasks: int, budget: int, policy: Any
 ) -> None:
     with pytest.raises(InputError):
-        EpisodicMemory(fleet_of(), tasks, budget, policy=policy)
+        FleetMemory(fleet_of(), tasks, budget, policy=policy)
 
 
 def test_a_run_that_has_diverged_does_not_make_batches_uneven() -> None:

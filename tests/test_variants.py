@@ -18,7 +18,7 @@ from onepass.learners import Method
 from onepass.learners.agem import project
 from onepass.learners.icarl import Options
 from onepass.learners.rehearsal import Reference
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from onepass.protocol import train
 from replaying import SETUP, Ends, digits, runs, same, same_bits
 from simulated import Simulated
@@ -57,7 +57,7 @@ def own_task(logits: Tensor, slots: Tensor) -> Tensor:
 
 def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_loss() -> None:
     fleet, feed = fleet_and_feed()
-    learner = UnionAGem(fleet, {}, Reference(100), EpisodicMemory(fleet, 4, 10))
+    learner = UnionAGem(fleet, {}, Reference(100), FleetMemory(fleet, 4, 10))
     conflicts = 0
     for task in range(4):
         learner.begin_task(task)

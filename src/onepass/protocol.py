@@ -25,7 +25,7 @@ from onepass.errors import first_line, is_out_of_memory
 from onepass.feed import Feed
 from onepass.learners import Method
 from onepass.learners.base import Learner
-from onepass.memory import EpisodicMemory, Policy
+from onepass.memory import FleetMemory, Policy
 from onepass.metrics import Record
 from onepass.models import Network
 from onepass.recording import BETA, Recorder
@@ -241,7 +241,7 @@ def _restore(saved: Snapshot, fleet: Fleet, learner: Learner, record: Recorder) 
     learner.restore(part("learner"), saved.numbers["learner"])
     fleet.restore(part("fleet"), saved.numbers["fleet"])
     if learner.memory is not None:
-        learner.memory.restore(part("memory"), saved.numbers["task"])
+        learner.memory.restore(part("memory"), {"task": saved.numbers["task"]})
     record.restore(part("record"), saved.numbers["record"])
     fleet.steps_in_task = saved.batches
 
@@ -284,7 +284,7 @@ def assemble(
         columns[name] = torch.tensor(values, device=fleet.device)
     memory = None
     if method.learner.needs.memory:
-        memory = EpisodicMemory(
+        memory = FleetMemory(
             fleet,
             feed.tasks,
             setup.memory_per_task,

@@ -13,7 +13,7 @@ from onepass.engine.batch import Batch
 from onepass.learners import METHODS
 from onepass.learners.agem import AGem, project
 from onepass.learners.rehearsal import Reference
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from onepass.protocol import Run, Setup, assemble
 from toys import Normed, ToyStream, batch_of, fleet_of
 
@@ -131,7 +131,7 @@ def test_rows_are_projected_on_their_own() -> None:
 def learner_after_a_task(reference_batch: int = 100, **more: object) -> tuple[AGem, Batch]:
     """A learner whose memory holds task 0, and a batch of task 1 with conflicting gradients somewhere."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
-    memory = EpisodicMemory(fleet, 4, 10)
+    memory = FleetMemory(fleet, 4, 10)
     learner = AGem(fleet, {}, Reference(reference_batch), memory)
     learner.begin_task(0)
     batch = batch_of(size=20, seed=1)

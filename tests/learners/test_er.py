@@ -8,7 +8,7 @@ from onepass.engine.batch import Batch, joined
 from onepass.engine.fleet import Fleet
 from onepass.learners import METHODS
 from onepass.learners.er import Er, Options
-from onepass.memory import EpisodicMemory, Policy
+from onepass.memory import FleetMemory, Policy
 from onepass.protocol import Run, Setup, assemble
 from toys import Normed, ToyStream, batch_of, by_hand, fleet_of
 
@@ -27,7 +27,7 @@ def after_two_tasks(
 ) -> Er:
     """A learner whose memory holds two tasks, of which it may have seen unequally many examples, and that has begun a third."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
-    learner = Er(fleet, {}, Options(reference_batch), EpisodicMemory(fleet, 4, 10, policy=policy))
+    learner = Er(fleet, {}, Options(reference_batch), FleetMemory(fleet, 4, 10, policy=policy))
     for task in range(3):
         learner.begin_task(task)
         fleet.learn(learner, of_task(batch_of(size=20, seed=task), task, sizes))

@@ -17,7 +17,7 @@ from onepass.learners.base import NoOptions
 from onepass.learners.gem import Gem, Options, closest, nonnegative
 from onepass.learners.rehearsal import Rehearsal
 from onepass.learners.van import Van
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from onepass.protocol import Run, Setup, assemble
 from toys import ToyStream, batch_of, by_hand, fleet_of
 
@@ -194,7 +194,7 @@ def gem(
     budget: int = 10,
     include_current: bool = False,
 ) -> Gem:
-    memory = EpisodicMemory(fleet, 4, budget, include_current=include_current)
+    memory = FleetMemory(fleet, 4, budget, include_current=include_current)
     return Gem(fleet, {"margin": torch.full((fleet.runs, 1), margin)}, Options(ridge), memory)
 
 

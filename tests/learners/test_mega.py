@@ -11,7 +11,7 @@ from onepass.engine.batch import Batch
 from onepass.learners.mega1 import Mega1, balance
 from onepass.learners.mega2 import Mega2, rotate
 from onepass.learners.rehearsal import Reference, Referring
-from onepass.memory import EpisodicMemory
+from onepass.memory import FleetMemory
 from toys import Normed, batch_of, by_hand, fleet_of
 
 both = pytest.mark.parametrize("method", ["mega-1", "mega-2"])
@@ -176,7 +176,7 @@ def after_two_tasks(
 ) -> tuple[Referring, Batch]:
     """A learner whose memory holds two tasks, and a batch of the third."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
-    memory, sensitivity = EpisodicMemory(fleet, 4, 10), {"sensitivity": column(0.01, 0.5, 3.0)}
+    memory, sensitivity = FleetMemory(fleet, 4, 10), {"sensitivity": column(0.01, 0.5, 3.0)}
     make = {"mega-1": Mega1, "mega-2": Mega2}[method]
     learner = make(fleet, sensitivity, Reference(reference_batch), memory)
     for task in range(2):

@@ -15,7 +15,7 @@ from onepass.learners import METHODS
 from onepass.learners.agem import project
 from onepass.learners.rehearsal import Reference, Rehearsal
 from onepass.learners.sgem import Options, SGem
-from onepass.memory import EpisodicMemory, Policy
+from onepass.memory import FleetMemory, Policy
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.base import separate_heads
 from toys import ToyStream, batch_of, by_hand, fleet_of, small_net
@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("method", ["gem", "s-gem"])
 
 
 def sgem(fleet: Fleet, budget: int = 10) -> SGem:
-    return SGem(fleet, {}, Options(), EpisodicMemory(fleet, 4, budget))
+    return SGem(fleet, {}, Options(), FleetMemory(fleet, 4, budget))
 
 
 def of_task(batch: Batch, task: int, sizes: tuple[int, ...] | None = None) -> Batch:
@@ -168,7 +168,7 @@ def test_a_resumed_learner_goes_on_with_the_same_choices() -> None:
     _, other, resumed = ragged((1, 2, 3))
     resumed.restore(saved[1], counters[1])
     other.restore(saved[0], counters[0])
-    resumed.episodic.restore(saved[2], 3)
+    resumed.episodic.restore(saved[2], {"task": 3})
     other.steps_in_task = 2
     again = listen(resumed)
     for batch in feed.batches(3, skip=2):
@@ -182,10 +182,7 @@ def test_a_resumed_learner_goes_on_with_the_same_choices() -> None:
 def rehearsing(method: str, fleet: Fleet, budget: int) -> Rehearsal:
     made = METHODS[method].learner
     learner = made(
-        fleet,
-        {"margin": torch.zeros(fleet.runs, 1)},
-        made.options(),
-        EpisodicMemory(fleet, 4, budget),
+        fleet, {"margin": torch.zeros(fleet.runs, 1)}, made.options(), FleetMemory(fleet, 4, budget)
     )
     assert isinstance(learner, Rehearsal)
     return learner
@@ -267,9 +264,9 @@ POLICIES: list[Policy] = ["class-reservoir", "ring", "reservoir"]
 SIZES = [(9, 4, 0), (3, 8, 5), (7, 7, 7)]
 
 
-def filled(policy: Policy, budget: int) -> EpisodicMemory:
+def filled(policy: Policy, budget: int) -> FleetMemory:
     """Three past tasks of unequal sizes and a bit of a fourth; examples carry their number and task."""
-    memory = EpisodicMemory(fleet_of(), 4, budget, policy=policy)
+    memory = FleetMemory(fleet_of(), 4, budget, policy=policy)
     for task, sizes in enumerate([*SIZES, (6, 6, 6)]):
         memory.begin_task(task)
         number = torch.arange(9).expand(3, 9)
@@ -285,7 +282,7 @@ def filled(policy: Policy, budget: int) -> EpisodicMemory:
     return memory
 
 
-def rows_of(memory: EpisodicMemory, tasks: list[int]) -> list[list[tuple[int, int, int]]]:
+def rows_of(memory: FleetMemory, tasks: list[int]) -> list[list[tuple[int, int, int]]]:
     """Number, task and slot of what is given for each run."""
     batch = memory.of(tasks)
     cut = [
@@ -321,6 +318,6 @@ def test_the_memory_of_a_task_is_the_same_after_restoring(policy: Policy, tasks:
         )
         for r in range(3)
     ]
-    restored = EpisodicMemory(fleet_of(), 4, 5, policy=policy)
-    restored.restore({name: t.clone() for name, t in memory.state().items()}, 3)
+    restored = FleetMemory(fleet_of(), 4, 5, policy=policy)
+    restored.restore({name: t.clone() for name, t in memory.state().items()}, memory.counters())
     assert rows_of(memory, tasks) == rows_of(restored, tasks) == kept

@@ -146,7 +146,7 @@ def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memor
     corrected = 0
     for x, y in [*contrary(20, 1), *contrary(10, 0)]:
         past = learner.memory.take(
-            torch.tensor(sorted(learner.memory._visible))
+            torch.tensor(sorted(learner.memory.rows.visible))
         )  # all of it is drawn, since it is smaller than a reference batch
         reference, g = gradient(module, past.x[0], past.slots[0]), gradient(module, x, y)
         product = float(g @ reference)

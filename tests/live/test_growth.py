@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import InputError, Memory, OnePass
+from onepass.live.growth import enlarge
 from onepass.live.saving import packed
 from onepass.random_numbers import Purpose, RandomNumbers
 from toys import FEATURES, Tied
@@ -31,7 +32,7 @@ def test_growth_keeps_old_outputs_and_initialises_new_ones_as_torch_does() -> No
     before = {name: p.detach().clone() for name, p in learner.module.named_parameters()}
     objects = dict(learner.module.named_parameters())
     random = torch.get_rng_state()
-    learner._grow(5)
+    enlarge(learner, 5)
     assert torch.equal(torch.get_rng_state(), random), "torch's own generator is left alone"
     after = dict(learner.module.named_parameters())
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in after.values())
@@ -56,7 +57,7 @@ def test_new_outputs_depend_on_the_seed_and_on_how_often_the_head_has_grown_alon
         learner = learner_of(seed=seed)
         learner.observe(*batch(0))
         for outputs in (4, 6):
-            learner._grow(outputs)
+            enlarge(learner, outputs)
         return head_of(learner).weight.detach()[2:].clone()
 
     one, again, other = rows(1), rows(1), rows(2)
@@ -87,7 +88,7 @@ def test_heads_of_every_kind_grow_and_learn(head: nn.Linear) -> None:
 def test_after_growth_all_outputs_compete() -> None:
     learner = learner_of("van")
     learner.observe(*batch(0))
-    learner._grow(4)
+    enlarge(learner, 4)
     x, y = batch(1, 4)
     expected = float(functional.cross_entropy(learner.module(x).detach(), y))
     assert learner.observe(x, y) == pytest.approx(expected, rel=1e-6)

@@ -12,6 +12,9 @@ from torch.nn import functional
 
 from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import Memory, OnePass
+from onepass.live.batches import read_batch
+from onepass.live.growth import enlarge
+from onepass.live.learning import begin
 
 every_method = pytest.mark.parametrize("name", SETTINGS)
 
@@ -51,7 +54,7 @@ def test_an_optimizer_keeps_its_state_of_old_outputs_and_has_zeros_for_new_ones(
         }
         for p, state in optimizer.state.items()
     }
-    learner._grow(5)
+    enlarge(learner, 5)
     assert all(
         mine is its
         for mine, its in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True)
@@ -87,7 +90,7 @@ def test_steps_after_growth_are_those_of_torch_with_a_head_enlarged_by_hand(kind
     for seed in range(3):
         learner.observe(*batch(seed))
         step(seed, 2)
-    learner._grow(4)
+    enlarge(learner, 4)
     larger = net(4)
     with torch.no_grad():
         for mine, old, grown in zip(
@@ -135,7 +138,7 @@ def test_a_methods_state_of_old_parameters_stays_and_new_ones_begin_at_nothing(n
         name.partition(",")[0] not in ("ewc", "mas", "pi", "rwalk")
         or {"pull", "anchor"} <= before.keys()
     )
-    learner._grow(5)
+    enlarge(learner, 5)
     theta = named(learner, learner.fleet.theta)
     for key, values in before.items():
         after = named(learner, own.state()[key])
@@ -191,7 +194,7 @@ def test_a_head_that_grows_ends_where_one_does_that_was_large_from_the_start(nam
         for name, values in rows.items()
     )
     classes = 4
-    growing._grow(4)
+    enlarge(growing, 4)
     with torch.no_grad():  # the values that large outputs would have begun with
         for parameter, values in rows.items():
             dict(small.named_parameters())[parameter][2:] = values
@@ -229,9 +232,7 @@ def test_tasks_with_more_classes_than_outputs_grow_the_head_at_once_as_if_it_had
     growing = learner_of(name, tasks=tasks)
     values = {key: p.detach().clone() for key, p in growing.module.named_parameters()}
     x, y = batch(0)
-    growing._begin(
-        growing._batch([x], y, None), y.tolist(), 0, crossing=False
-    )  # what the first batch does first
+    begin(growing, read_batch(growing, x, y)[0], y.tolist(), 0)  # what the first batch does first
     assert growing.outputs == 6
     assert all(
         torch.equal(p[: len(values[key])], values[key])

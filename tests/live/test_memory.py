@@ -31,11 +31,12 @@ from live_memory import (
     something,
 )
 from onepass import InputError, Memory, OnePass
-from onepass.live.memory import GROUP, INDEX, ROW, LiveMemory, Policy
+from onepass.live.memory import GROUP, INDEX, ROW, StreamMemory
+from onepass.live.plan import Policy
 from onepass.live.saving import packed
 
 
-def real_bytes(memory: LiveMemory) -> int:
+def real_bytes(memory: StreamMemory) -> int:
     """What the tensors really take, whatever part of them is shown."""
     assert memory.storage is not None
     return sum(column.untyped_storage().nbytes() for column in memory.storage.columns.values())
@@ -60,7 +61,7 @@ def test_the_byte_budget_holds_after_every_batch_and_is_used(
             assert real_bytes(memory) + INDEX * memory.size <= memory.nbytes <= budget
         check(memory, offered)
     assert memory.size == (
-        50 if task_free else memory._limit
+        50 if task_free else memory._selection.limit
     )  # tasks are many small groups, which need room too
     assert memory.nbytes > budget - EACH - ROW - GROUP
     assert len(offered.labels) > 500
@@ -100,21 +101,21 @@ def test_what_the_memory_holds_beside_its_examples_does_not_grow_with_the_number
         offered(memory, range(CLASSES))
         memory.end_task()
         lists = (
-            memory._members,
-            memory._group,
-            memory._arrived,
-            memory._seen,
-            memory._visible,
-            memory._position,
-            memory._fresh,
-            memory._coming,
+            memory.rows.members,
+            memory.rows.group,
+            memory.rows.arrived,
+            memory.rows.seen,
+            memory.rows.visible,
+            memory.rows.position,
+            memory.rows.fresh,
+            memory.rows.coming,
         )
-        held.append(sum(sys.getsizeof(one) for one in (*lists, *memory._members.values())))
-    assert 20 <= memory.size == memory.visible <= (memory._limit or 0)
+        held.append(sum(sys.getsizeof(one) for one in (*lists, *memory.rows.members.values())))
+    assert 20 <= memory.size == memory.visible <= (memory._selection.limit or 0)
     assert held[299] < 1.5 * held[49]
 
 
-def noted(memory: LiveMemory) -> int:
+def noted(memory: StreamMemory) -> int:
     """Bytes that the lists of a memory take, each object once."""
     seen = {id(number) for number in range(-5, 257)}  # which Python has anyway
 
@@ -132,16 +133,16 @@ def noted(memory: LiveMemory) -> int:
         return sys.getsizeof(one) + sum(map(size, inside))
 
     lists = (
-        memory._members,
-        memory._group,
-        memory._arrived,
-        memory._seen,
-        memory._visible,
-        memory._position,
-        memory._fresh,
-        memory._coming,
+        memory.rows.members,
+        memory.rows.group,
+        memory.rows.arrived,
+        memory.rows.seen,
+        memory.rows.visible,
+        memory.rows.position,
+        memory.rows.fresh,
+        memory.rows.coming,
     )
-    return sum(map(size, lists)) + (0 if memory._rows is None else memory._rows.nbytes)
+    return sum(map(size, lists)) + (0 if memory.rows.places is None else memory.rows.places.nbytes)
 
 
 @pytest.mark.parametrize("task_free", [True, False], ids=["task-free", "tasks"])
@@ -205,7 +206,7 @@ def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_cla
         lists = sum(
             trace.size
             for trace in tracemalloc.take_snapshot()
-            .filter_traces([tracemalloc.Filter(True, "*/onepass/live/memory.py")])
+            .filter_traces([tracemalloc.Filter(True, "*/onepass/live/*.py")])
             .traces
         )
     finally:
@@ -338,7 +339,7 @@ def stream_of(counts: Sequence[int], seed: int = 0) -> list[int]:
     return labels
 
 
-def fill(memory: LiveMemory, labels: Sequence[int], size: int = 25) -> Offered:
+def fill(memory: StreamMemory, labels: Sequence[int], size: int = 25) -> Offered:
     offered = Offered()
     for start in range(0, len(labels), size):
         offered(memory, labels[start : start + size])
@@ -376,11 +377,15 @@ def test_tasks_and_their_classes_stay_level_when_the_budget_is_reached(
             offered(memory, random.sample(range(CLASSES), CLASSES))
         memory.end_task()
         tasks = memory.counts()
-        assert sum(tasks.values()) == min(memory._limit or 0, 40 * (task + 1))
-        assert 50 <= (memory._limit or 0) <= 61  # where groups are many, fewer examples fit
+        assert sum(tasks.values()) == min(memory._selection.limit or 0, 40 * (task + 1))
+        assert (
+            50 <= (memory._selection.limit or 0) <= 61
+        )  # where groups are many, fewer examples fit
         assert max(tasks.values()) - min(tasks.values()) <= 1
         for one in tasks:
-            groups = [len(members) for group, members in memory._members.items() if group[0] == one]
+            groups = [
+                len(members) for group, members in memory.rows.members.items() if group[0] == one
+            ]
             assert max(groups) - min(groups) <= 1
 
 

@@ -26,13 +26,14 @@ from live_memory import (
 )
 from onepass import InputError, Memory, OnePass
 from onepass.engine.batch import Batch
-from onepass.live.memory import LiveMemory, Policy
+from onepass.live.memory import StreamMemory
+from onepass.live.plan import Policy
 from onepass.live.saving import packed
 
 # ---- what is drawn
 
 
-def kept_by(memory: LiveMemory, tasks: int = 3) -> Offered:
+def kept_by(memory: StreamMemory, tasks: int = 3) -> Offered:
     offered = Offered()
     for task in range(tasks):
         memory.begin_task(task)
@@ -133,15 +134,15 @@ def test_what_a_task_free_method_is_given_was_in_the_stream_with_that_label_and_
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Batch] = []
-    draw = LiveMemory.draw
+    draw = StreamMemory.draw
 
-    def listen(memory: LiveMemory, count: int) -> Batch | None:
+    def listen(memory: StreamMemory, count: int) -> Batch | None:
         batch = draw(memory, count)
         if batch is not None:
             given.append(batch)
         return batch
 
-    monkeypatch.setattr(LiveMemory, "draw", listen)
+    monkeypatch.setattr(StreamMemory, "draw", listen)
     learner = OnePass(
         nn.Linear(2, 6),
         method,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from live_calls import HEADS, KINDS, OUTPUTS, Kind, Net, check_memory, snapshot
 from onepass import InputError, Memory, OnePass
-from onepass.live.memory import LiveMemory
+from onepass.live.memory import StreamMemory
 from toys import FEATURES
 
 CALLS = 10_000
@@ -292,9 +292,9 @@ class Driver:
             check_memory(learner.memory, self.steps)
             self.check_contents(learner.memory)
 
-    def check_contents(self, memory: LiveMemory) -> None:
+    def check_contents(self, memory: StreamMemory) -> None:
         """Only examples that were learnt are remembered, with their own labels and tasks."""
-        assert memory.size <= sum(memory._seen.values()) <= self.rows
+        assert memory.size <= sum(memory.rows.seen.values()) <= self.rows
         if memory.storage is None:
             assert self.rows == 0
             return
@@ -306,11 +306,11 @@ class Driver:
             task, label = self.seen[key]
             slot = int(memory.storage.columns["slots"][row])
             if len(self.seen) == self.rows:
-                assert memory._group[row][0] == (0 if memory.task_free else task)
+                assert memory.rows.group[row][0] == (0 if memory.task_free else task)
                 assert slot == label
-            assert memory._group[row][1] in (
+            assert memory.rows.group[row][1] in (
                 (0,) if memory.policy == "reservoir" else (slot,)
-            ) or memory._group[row][1] in (-1, ~slot)
+            ) or memory.rows.group[row][1] in (-1, ~slot)
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,7 @@ METHODS: dict[str, Method] = {
     "rwalk": Method(RWalk, "Riemannian walk: a pull weighted by Fisher information and path"),
     "prog-nn": Method(ProgNN, "progressive networks: one new column per task, others frozen"),
     "gem": Method(
-        Gem,
-        "gradient episodic memory: never step against any past task's gradient",
-        family="gem",
+        Gem, "gradient episodic memory: never step against any past task's gradient", family="gem"
     ),
     "s-gem": Method(
         SGem, "stochastic GEM: never step against the gradient of one past task", family="gem"

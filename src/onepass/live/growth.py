@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,22 @@ from torch.optim import Optimizer
 
 from onepass.engine.fleet import Carry
 from onepass.engine.module_fleet import ModuleFleet
+from onepass.engine.slots import Slots
 from onepass.errors import InputError, shown
+
+if TYPE_CHECKING:
+    from onepass.live.wrapper import OnePass
+
+
+def read_head(module: nn.Module, grow: bool | str, classifies: bool) -> str | None:
+    """The name of the layer that is to grow, if one is."""
+    if grow is False:
+        return None
+    head = check_head(module, grow)
+    if not classifies:
+        why = "only classes can grow the head"
+        raise InputError(f"{why}: leave grow out with a loss of your own")
+    return head
 
 
 def check_head(module: nn.Module, grow: bool | str) -> str:
@@ -20,93 +35,81 @@ def check_head(module: nn.Module, grow: bool | str) -> str:
         raise InputError(f"grow must be True or the name of a layer, got {shown(grow)}")
     linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if not linear:
-        raise InputError(
-            "the module has no nn.Linear layer that could grow: classes can only appear where the last layer is one"
-        )
+        what = "the module has no nn.Linear layer that could grow"
+        raise InputError(f"{what}: classes can only appear where the last layer is one")
     name = list(linear)[-1] if grow is True else str(grow)
     if name not in linear:
-        raise InputError(
-            f"the module has no nn.Linear layer '{name}' to grow: choose one of {', '.join(linear)}"
-        )
+        what = f"the module has no nn.Linear layer '{name}' to grow"
+        raise InputError(f"{what}: choose one of {', '.join(linear)}")
     head = linear[name]
-    if not all(p.requires_grad for p in head.parameters()) or set(dict(head.named_parameters())) - {
-        "weight",
-        "bias",
-    }:
-        raise InputError(
-            f"layer '{name}' is frozen or parametrised: only a plain, trainable nn.Linear layer can grow"
-        )
-    others = [
-        p
-        for part_name, part in module.named_modules()
-        if part_name != name
-        for p in part.parameters(recurse=False)
-    ]
-    if any(p is mine for p in others for mine in head.parameters()):
-        raise InputError(
-            f"layer '{name}' shares its weights with another one, which would grow too: untie them, or leave grow out"
-        )
+    own = dict(head.named_parameters())
+    if own.keys() - {"weight", "bias"} or not all(p.requires_grad for p in own.values()):
+        what = f"layer '{name}' is frozen or parametrised"
+        raise InputError(f"{what}: only a plain, trainable nn.Linear layer can grow")
+    parts = [part for other, part in module.named_modules() if other != name]
+    others = [p for part in parts for p in part.parameters(recurse=False)]
+    if any(p is mine for p in others for mine in own.values()):
+        what = f"layer '{name}' shares its weights with another one, which would grow too"
+        raise InputError(f"{what}: untie them, or leave grow out")
     return name
 
 
-def check_growth(
-    module: nn.Module,
-    name: str | None,
-    outputs: int | None,
-    needed: int,
-    optimizer: Optimizer | None,
-) -> str:
-    """The name of the head, if it is what gives the module its outputs."""
+def enlarge(owner: OnePass, outputs: int) -> None:
+    """Give a learner's module, and the method, more outputs."""
+    fleet = owner.fleet
+    _check_growth(owner, outputs)
+    carry, owner.undo = grow(fleet, cast(str, owner.head), outputs)
+    owner.learner.resize(carry)
+    owner.outputs = outputs
+    if not owner._tasks:
+        fleet.compete(Slots((tuple(range(outputs)),)))
+
+
+def _check_growth(owner: OnePass, needed: int) -> None:
+    """Raise unless the head is what gives the module its outputs, and is learnt from now on."""
+    name, optimizer = owner.head, owner.fleet.optimizer
     if name is None:
-        raise InputError(
-            f"the tasks have classes up to {needed - 1}, and the module {outputs} outputs: give it more, or wrap it with grow=True"
-        )
-    head = cast(nn.Linear, module.get_submodule(name))
-    driven = {
-        id(p)
-        for group in ([] if optimizer is None else optimizer.param_groups)
-        for p in group["params"]
-    }
-    if optimizer is not None and not all(id(p) in driven for p in head.parameters()):
-        raise InputError(
-            f"layer '{name}' would grow, and the optimizer does not have it: add the layer's parameters to the optimizer"
-        )
-    width = head.out_features
-    if width != outputs:
-        raise InputError(
-            f"layer '{name}' has {width} outputs and the module {outputs}, so it is not the last one: name that with grow='…'"
-        )
-    return name
+        what = f"the tasks have classes up to {needed - 1}, and the module {owner.outputs} outputs"
+        raise InputError(f"{what}: give it more, or wrap it with grow=True")
+    head = cast(nn.Linear, owner.module.get_submodule(name))
+    if optimizer is not None:
+        driven = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not all(id(p) in driven for p in head.parameters()):
+            what = f"layer '{name}' would grow, and the optimizer does not have it"
+            raise InputError(f"{what}: add the layer's parameters to the optimizer")
+    if head.out_features != owner.outputs:
+        what = f"layer '{name}' has {head.out_features} outputs and the module {owner.outputs}"
+        raise InputError(f"{what}, so it is not the last one: name that with grow='…'")
 
 
 def grow(fleet: ModuleFleet, name: str, outputs: int) -> tuple[Carry, Callable[[], None]]:
-    """Enlarge a linear layer: old outputs keep their values, new ones are initialised as torch would, from the run's seed.
+    """Enlarge a linear layer: old outputs keep their values, new ones are initialised by torch.
 
-    Its weight and bias become new parameters, since graphs that somebody holds remember the shapes of the old ones; an optimizer is given
-    them in the place of the old ones, with its state of them enlarged by zeros. Returns what carries a learner's tensors over, and what
-    undoes it all before a step is taken.
+    They are initialised from the run's seed. Weight and bias become new parameters, since autograd
+    graphs that a caller holds remember the shapes of the old ones. An optimizer is given them in
+    the place of the old ones, with its state of them enlarged by zeros. Returns what carries a
+    learner's tensors over, and what undoes it all before a step is taken.
     """
     module = fleet.architecture.module
     head = module.get_submodule(name)
     assert isinstance(head, nn.Linear)
     before, width, mark = dict(head._parameters), head.out_features, fleet.marked()
     optimizer = fleet.optimizer
-    groups, state = (
-        ([list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state))
-        if optimizer is not None
-        else ([], {})
-    )
+    groups: list[list[nn.Parameter]] = []
+    state: dict[Any, Any] = {}
+    if optimizer is not None:
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        state = dict(optimizer.state)
 
     def enlarged() -> nn.Module:
-        fresh = nn.Linear(
-            head.in_features, outputs, head.bias is not None, device="cpu", dtype=head.weight.dtype
-        ).to(head.weight.device)
+        bias, dtype = head.bias is not None, head.weight.dtype
+        fresh = nn.Linear(head.in_features, outputs, bias, device="cpu", dtype=dtype)
+        fresh = fresh.to(head.weight.device)
         head.weight, head.bias = fresh.weight, fresh.bias
         head.out_features = outputs
         for key, old in before.items():
-            if (
-                optimizer is not None and old is not None
-            ):  # before the fleet looks which parameters the optimizer has
+            # Before the fleet looks which parameters the optimizer has.
+            if optimizer is not None and old is not None:
                 _replace(optimizer, old, head._parameters[key])
         return module
 
@@ -128,10 +131,11 @@ def _replace(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None) 
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     if old in optimizer.state:
-        state = optimizer.state.pop(old)
         optimizer.state[new] = {
-            k: _enlarged(v, new.shape) if isinstance(v, Tensor) and v.shape == old.shape else v
-            for k, v in state.items()
+            name: _enlarged(value, new.shape)
+            if isinstance(value, Tensor) and value.shape == old.shape
+            else value
+            for name, value in optimizer.state.pop(old).items()
         }
 
 

@@ -12,26 +12,14 @@ from torch import Tensor
 
 from onepass.errors import InputError, first_line
 
-X = Any  # a tensor or array; several as a tuple or list; or a mapping from names of `forward` to them
+# A tensor or array; several as a tuple or list; or a mapping from names of `forward` to them.
+X = Any
 Kind = tuple[torch.dtype, tuple[int, ...]]
-KEPT = {
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
+_KEPT = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64"
+KEPT = {getattr(torch, name) for name in _KEPT.split()}
 LABELS = KEPT | {torch.uint16, torch.uint32, torch.uint64}  # which become int64
-KINDS = {
-    str(kind).removeprefix("torch."): kind
-    for kind in vars(torch).values()
-    if isinstance(kind, torch.dtype)
-}
+_DTYPES = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
+KINDS = {str(kind).removeprefix("torch."): kind for kind in _DTYPES}
 THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 
@@ -50,32 +38,32 @@ def read_inputs(x: X, like: Examples | None) -> tuple[list[Tensor], tuple[str, .
     if isinstance(x, Mapping):
         keywords = like.keywords if like is not None and like.keywords else tuple(x)
         if set(keywords) != set(x) or not all(isinstance(name, str) for name in x):
-            raise InputError(
-                f"x has the inputs {_names(x)}, and this stream's examples have {_names(keywords)}: give the same ones every time"
-            )
+            found = f"x has the inputs {_names(x)}"
+            before = f"this stream's examples have {_names(keywords)}"
+            raise InputError(f"{found}, and {before}: give the same ones every time")
         try:
             values = [x[name] for name in keywords]
         except Exception as reason:
-            raise InputError(
-                f"the inputs of x cannot be read ({first_line(reason)}): give a dictionary of tensors"
-            ) from reason
+            what = f"the inputs of x cannot be read ({first_line(reason)})"
+            raise InputError(f"{what}: give a dictionary of tensors") from reason
     else:
         values = list(x) if isinstance(x, (tuple, list)) else [x]
     if not values:
         raise InputError("x has no inputs: give a tensor, a tuple of them, or a dictionary")
-    called = [f"x[{name!r}]" for name in keywords] or (
-        ["x"] if len(values) == 1 else [f"x[{i}]" for i in range(len(values))]
-    )
+    places: Sequence[object] = keywords or range(len(values))
+    called = [f"x[{place!r}]" for place in places] if keywords or len(values) > 1 else ["x"]
     tensors = [read(value, name) for value, name in zip(values, called, strict=True)]
     if like is not None and (keywords != like.keywords or len(tensors) != len(like.inputs)):
-        before = (
-            f"the inputs {_names(like.keywords)}" if like.keywords else f"{len(like.inputs)} inputs"
-        )
-        raise InputError(
-            f"x has {len(tensors)} inputs{' with names' if keywords else ''}, and this stream's examples have {before}: give the same every time"
-        )
+        before = f"{len(like.inputs)} inputs"
+        if like.keywords:
+            before = f"the inputs {_names(like.keywords)}"
+        found = f"{len(tensors)} inputs{' with names' if keywords else ''}"
+        what = f"x has {found}, and this stream's examples have {before}"
+        raise InputError(f"{what}: give the same every time")
     for i, (tensor, name) in enumerate(zip(tensors, called, strict=True)):
-        _same_length(tensors[0], tensor, called[0], name)
+        if len(tensor) != len(tensors[0]):
+            what = f"{called[0]} has {len(tensors[0])} examples and {name} has {len(tensor)}"
+            raise InputError(f"{what}: give the same examples to all inputs")
         if like is not None:
             check(tensor, like.inputs[i], name)
     return tensors, keywords
@@ -85,15 +73,13 @@ def read(value: object, name: str, dtypes: Collection[torch.dtype] = KEPT) -> Te
     """A tensor that can be a batch."""
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
-            raise InputError(
-                f"{name} is a masked array, and its mask would be lost: fill in or drop what is masked"
-            )
+            what = f"{name} is a masked array, and its mask would be lost"
+            raise InputError(f"{what}: fill in or drop what is masked")
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))
         except (TypeError, ValueError):
-            raise InputError(
-                f"{name} is an array of {value.dtype}: convert it to numbers that torch knows"
-            ) from None
+            what = f"{name} is an array of {value.dtype}"
+            raise InputError(f"{what}: convert it to numbers that torch knows") from None
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor or a NumPy array, got {type(value).__name__}")
     if type(value) is not Tensor:
@@ -103,22 +89,18 @@ def read(value: object, name: str, dtypes: Collection[torch.dtype] = KEPT) -> Te
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_complex():
         raise InputError(f"{name} is {_kind(value)}: convert it to a dense tensor of real numbers")
     if value.dtype not in dtypes:
-        raise InputError(
-            f"{name} is {value.dtype}, which torch can hardly compute with: convert it, to float32 or int64 say"
-        )
+        what = f"{name} is {value.dtype}, which torch can hardly compute with"
+        raise InputError(f"{what}: convert it, to float32 or int64 say")
     if value.dim() == 0:
-        raise InputError(
-            f"{name} is a single number: the first dimension must be the examples of the batch"
-        )
+        what = f"{name} is a single number"
+        raise InputError(f"{what}: the first dimension must be the examples of the batch")
     if len(value) == 0:
         raise InputError(f"{name} is an empty batch: there is nothing to learn from it")
     if value.is_floating_point() and not _finite(value):
-        raise InputError(
-            f"{name} has values that are not finite (NaN or infinity): clean or drop these examples"
-        )
-    return (
-        value.clone() if value.is_inference() else value
-    ).detach()  # autograd cannot keep what was made in inference mode
+        what = f"{name} has values that are not finite (NaN or infinity)"
+        raise InputError(f"{what}: clean or drop these examples")
+    # Autograd cannot keep what was made in inference mode.
+    return (value.clone() if value.is_inference() else value).detach()
 
 
 def _plain(value: Tensor, name: str) -> Tensor:
@@ -137,13 +119,12 @@ def _kind(value: Tensor) -> str:
 def check(tensor: Tensor, kind: Kind, name: str) -> None:
     dtype, shape = kind
     if tuple(tensor.shape[1:]) != shape:
-        raise InputError(
-            f"{name} has the shape {list(tensor.shape)}, and this stream's examples have {['batch', *shape]}: pad or reshape them"
-        )
+        found = f"{name} has the shape {list(tensor.shape)}"
+        before = f"this stream's examples have {['batch', *shape]}"
+        raise InputError(f"{found}, and {before}: pad or reshape them")
     if tensor.dtype != dtype:
-        raise InputError(
-            f"{name} is {tensor.dtype}, and this stream's examples are {dtype}: convert it"
-        )
+        what = f"{name} is {tensor.dtype}, and this stream's examples are {dtype}"
+        raise InputError(f"{what}: convert it")
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -164,14 +145,12 @@ def read_labels(y: object, examples: int) -> tuple[list[int], Tensor]:
     """Class labels as whole numbers from 0, for the host and as a tensor."""
     target = read(y, "y", LABELS)
     if target.is_floating_point() or target.dtype == torch.bool or target.dim() != 1:
-        found = f"{target.dtype} of shape {list(target.shape)}"
-        raise InputError(
-            f"y must be one whole number a class, from 0, for each example, got {found}: for other targets give a loss of your own"
-        )
+        what = "y must be one whole number a class, from 0, for each example"
+        got = f"{target.dtype} of shape {list(target.shape)}"
+        raise InputError(f"{what}, got {got}: for other targets give a loss of your own")
     if len(target) != examples:
-        raise InputError(
-            f"x has {examples} examples and y has {len(target)}: give one label for each"
-        )
+        what = f"x has {examples} examples and y has {len(target)}"
+        raise InputError(f"{what}: give one label for each")
     labels: list[int] = target.tolist()
     if min(labels) < 0:
         raise InputError(f"label {min(labels)} is out of range: classes are counted from 0")
@@ -185,44 +164,32 @@ def check_labels(
     outputs: int | None,
     grows: bool,
 ) -> None:
-    """Raise unless the labels are possible: those of a task with `classes` of its own, in a module with so many outputs, if that is known."""
+    """Raise unless the labels are possible.
+
+    They must be those of a task with `classes` of its own, and of a module with `outputs`, if they
+    are known.
+    """
     for label in sorted(set(labels) - set(classes)) if classes is not None else ():
-        raise InputError(
-            f"label {label} is out of range: the classes of task '{task}' are {', '.join(map(str, classes or ()))}"
-        )
+        own = f"the classes of task '{task}' are {', '.join(map(str, classes or ()))}"
+        raise InputError(f"label {label} is out of range: {own}")
     highest = max(labels)
     if outputs is None or highest < outputs:
         return
+    what = f"label {highest} is out of range: the module has {outputs} outputs"
     if not grows:
-        raise InputError(
-            f"label {highest} is out of range: the module has {outputs} outputs; wrap it with grow=True if classes may appear"
-        )
+        raise InputError(f"{what}; wrap it with grow=True if classes may appear")
     if highest >= outputs + THOUSANDS:
-        raise InputError(
-            f"label {highest} is out of range: the module has {outputs} outputs and would need thousands more; number classes densely"
-        )
+        raise InputError(f"{what} and would need thousands more; number classes densely")
 
 
 def count_outputs(found: object, examples: int) -> int:
-    """How many classes a module tells apart, by what it makes of some examples."""
-    if (
-        isinstance(found, Tensor)
-        and found.dim() == 2
-        and len(found) == examples
-        and found.shape[1] > 1
-    ):
-        return found.shape[1]
-    shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    raise InputError(
-        f"a module that classifies must give one output a class for each example, [batch, classes], and gave {shape}"
-    )
-
-
-def _same_length(first: Tensor, other: Tensor, name: str, other_name: str) -> None:
-    if len(first) != len(other):
-        raise InputError(
-            f"{name} has {len(first)} examples and {other_name} has {len(other)}: give the same examples to all inputs"
-        )
+    """How many classes a module tells apart, by its outputs for some examples."""
+    shape = tuple(found.shape) if isinstance(found, Tensor) else ()
+    if len(shape) == 2 and shape[0] == examples and shape[1] > 1:
+        return shape[1]
+    got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    what = "a module that classifies must give one output a class for each example"
+    raise InputError(f"{what}, [batch, classes], and gave {got}")
 
 
 def _finite(value: Tensor) -> bool:

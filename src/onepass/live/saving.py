@@ -23,9 +23,9 @@ from onepass.engine.slots import Slots
 from onepass.errors import InputError, is_out_of_memory
 from onepass.interrupts import Held
 from onepass.learners import method
+from onepass.live.consistency import check_counts, check_memory, check_module, check_sample
 from onepass.live.container import AlteredError, pack, read, unpack
 from onepass.live.exporting import written
-from onepass.live.fitting import check_counts, check_memory, check_module, check_sample
 from onepass.live.growth import grow
 from onepass.live.header import Header, check_settings, placed, read_header
 from onepass.live.inputs import Examples
@@ -35,18 +35,11 @@ from onepass.live.settings import make_place, read_autosave
 from onepass.live.wrapper import OnePass
 
 # What a file cannot hold, or must not decide.
-AGAIN = {
-    "optimizer",
-    "loss",
-    "watch",
-    "watch_every",
-    "autosave",
-    "autosave_every",
-    "where",
-    "folder",
-}
+PLACE = {"where", "folder", "autosave"}
+AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave_every"} | PLACE
 COUNTED_BY_THE_FLEET = {"steps", "number"}  # steps of the task, which older files have of a method
 PARTS = ("module", "learner", "memory", "sample", "optimizer")
+State = Mapping[str, Mapping[str, Tensor]]  # of each part
 
 
 def save(owner: OnePass, path: Path) -> None:
@@ -57,12 +50,10 @@ def save(owner: OnePass, path: Path) -> None:
 
 def packed(owner: OnePass) -> bytes:
     """The content of the file."""
-    fleet, memory = owner.fleet, owner.memory
+    fleet, memory, module = owner.fleet, owner.memory, owner.module
+    values = [*module.named_parameters(), *module.named_buffers()]
     parts: dict[str, Mapping[str, Tensor]] = {
-        "module": {
-            name: p.detach()
-            for name, p in [*owner.module.named_parameters(), *owner.module.named_buffers()]
-        },
+        "module": {name: p.detach() for name, p in values},
         "learner": owner.learner.state(),
         "memory": memory.state() if memory is not None else {},
         "sample": {f"{i:03d}": tensor for i, tensor in enumerate(owner._sample)},
@@ -75,6 +66,8 @@ def packed(owner: OnePass) -> bytes:
         for part, state in parts.items()
         for name, t in state.items()
     }
+    # JSON has no other numbers.
+    best = {group: score for group, score in owner._watch.best.items() if math.isfinite(score)}
     about = {
         "settings": settings(owner),
         "own_loss": not owner.classifies,
@@ -88,10 +81,7 @@ def packed(owner: OnePass) -> bytes:
         "segment": owner.segment,
         "batches": owner.batches,
         "task": owner.task,
-        # JSON has no other numbers.
-        "best": [
-            [group, score] for group, score in owner._watch.best.items() if math.isfinite(score)
-        ],
+        "best": [list(one) for one in best.items()],
     }
     return pack(about, tensors)
 
@@ -130,13 +120,8 @@ def unpacked(content: bytes, path: str, module: nn.Module, given: Mapping[str, A
     with _one_sentence(path):
         about, tensors = unpack(content, path)
         plan = read_header(about).plan
-        return _made(
-            about,
-            tensors,
-            path,
-            module,
-            {"where": plan["where"], "folder": plan["folder"], **given},
-        )
+        place = {"where": plan["where"], "folder": plan["folder"]}
+        return _made(about, tensors, path, module, place | dict(given))
 
 
 def _check_given(module: nn.Module, given: Mapping[str, Any]) -> None:
@@ -144,9 +129,8 @@ def _check_given(module: nn.Module, given: Mapping[str, Any]) -> None:
         raise InputError(f"a learner is loaded into an nn.Module, got {type(module).__name__}")
     for name in given:
         if name not in AGAIN:
-            raise InputError(
-                f"'{name}' is in the file and cannot be given again: load takes {', '.join(sorted(AGAIN))}"
-            )
+            what = f"'{name}' is in the file and cannot be given again"
+            raise InputError(f"{what}: load takes {', '.join(sorted(AGAIN))}")
     check_optimizer(given.get("optimizer"), module)
 
 
@@ -155,15 +139,13 @@ def _one_sentence(path: str) -> Iterator[None]:
     try:
         yield
     except AlteredError as reason:
-        raise InputError(
-            f"{path} was altered after it was saved ({reason}): take another copy of it"
-        ) from None
+        what = f"{path} was altered after it was saved ({reason})"
+        raise InputError(f"{what}: take another copy of it") from None
     except Exception as reason:
         if isinstance(reason, InputError) or not is_out_of_memory(reason):
             raise
-        raise InputError(
-            f"there is not enough memory to load {path}: make room, or load it on a larger machine"
-        ) from reason
+        what = f"there is not enough memory to load {path}"
+        raise InputError(f"{what}: make room, or load it on a larger machine") from reason
 
 
 def _made(
@@ -175,34 +157,20 @@ def _made(
 ) -> OnePass:
     """A new learner in `module`, which goes on from what was saved."""
     header = read_header(about)
-    saved, optimizer, autosave = (
-        header.optimizer,
-        given.get("optimizer"),
-        read_autosave(given.get("autosave")),
-    )
-    for what, needed, name in (
-        ("a loss of its own", header.own_loss, "loss"),
-        ("an optimizer", saved is not None, "optimizer"),
-    ):
-        if needed != (given.get(name) is not None):
-            raise InputError(
-                f"{path} was saved with{'' if needed else 'out'} {what}: {'give' if needed else 'leave out'} {name}="
-            )
+    saved, optimizer = header.optimizer, given.get("optimizer")
+    autosave = read_autosave(given.get("autosave"))
+    _check_needed(path, "a loss of its own", header.own_loss, "loss", given)
+    _check_needed(path, "an optimizer", saved is not None, "optimizer", given)
     own, memory = check_settings(header), placed(header, given, path)
-    if method(
-        header.settings.method
-    ).learner.needs.own_examples:  # older files may have what is refused by now
+    if method(header.settings.method).learner.needs.own_examples:
+        # Older files may have what is refused by now.
         own, memory = own | {"all_classes": False}, Memory()
-    state = {
-        part: {
-            key.partition(".")[2]: tensors[key]
-            for key in sorted(tensors)
-            if key.partition(".")[0] == part
-        }
-        for part in PARTS
-    }
-    if sum(map(len, state.values())) != len(tensors) or (saved is None and state["optimizer"]):
-        raise AlteredError("tensors that belong to nothing")
+    state: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
+    for key in sorted(tensors):
+        part, _, name = key.partition(".")
+        if part not in PARTS or (part == "optimizer" and saved is None):
+            raise AlteredError("tensors that belong to nothing")
+        state[part][name] = tensors[key]
     check_module(header, state["module"], module)
     sample = check_sample(header, state["sample"])
     if optimizer is not None and saved is not None:
@@ -218,11 +186,7 @@ def _made(
             memory=memory,
             precision=header.settings.precision,
             seed=header.settings.seed,
-            **{
-                name: value
-                for name, value in given.items()
-                if name not in ("where", "folder", "autosave")
-            },
+            **{name: value for name, value in given.items() if name not in PLACE},
             **own,  # whose names are the method's alone
         )
         check_memory(header, memory, state["memory"], owner.memory is not None)
@@ -241,7 +205,13 @@ def _made(
     return owner
 
 
-def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _check_needed(path: str, what: str, needed: bool, name: str, given: Mapping[str, Any]) -> None:
+    if needed != (given.get(name) is not None):
+        had, do = ("with", "give") if needed else ("without", "leave out")
+        raise InputError(f"{path} was saved {had} {what}: {do} {name}=")
+
+
+def _restore(owner: OnePass, header: Header, state: State) -> None:
     """Everything that is the learner's own."""
     fleet, module = owner.fleet, owner.module
     if owner.head is not None:
@@ -250,12 +220,8 @@ def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Te
         width = len(state["module"][f"{owner.head}.weight".lstrip(".")])
         if width != head.out_features:
             owner.learner.resize(grow(fleet, owner.head, width)[0])
-    owner.outputs, owner.segment, owner.batches, owner.task = (
-        header.outputs,
-        header.segment,
-        header.batches,
-        header.task,
-    )
+    owner.outputs, owner.task = header.outputs, header.task
+    owner.segment, owner.batches = header.segment, header.batches
     if owner.outputs is not None and not owner._tasks:
         fleet.compete(Slots((tuple(range(owner.outputs)),)))
     with torch.no_grad():
@@ -281,10 +247,8 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """After an error, the module and the optimizer are as they were before."""
     parts = list(module.modules())
     buffers = Buffers(parts)
-    data = [
-        (parameter, parameter.data) for parameter in module.parameters()
-    ]  # wrapping replaces it
-    looks = [
+    data = [(parameter, parameter.data) for parameter in module.parameters()]  # wrapping sets it
+    before = [
         (part, dict(part._parameters), part.training, part.__dict__.get("out_features"))
         for part in parts
     ]
@@ -292,7 +256,7 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for part, parameters, mode, width in looks:
+        for part, parameters, mode, width in before:
             part._parameters.update(parameters)
             part.training = mode
             if width is not None:
@@ -306,8 +270,6 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
 
 
 def _described(examples: Examples) -> dict[str, Any]:
-    kinds = [
-        [str(dtype).removeprefix("torch."), list(shape)]
-        for dtype, shape in (*examples.inputs, examples.target)
-    ]
-    return {"kinds": kinds, "keywords": list(examples.keywords)}
+    kinds = (*examples.inputs, examples.target)
+    names = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in kinds]
+    return {"kinds": names, "keywords": list(examples.keywords)}

@@ -19,13 +19,14 @@ from onepass.errors import InputError, first_line, shown, unknown
 from onepass.files import check_writable, make_folder, resolved
 from onepass.learners import METHODS, method
 from onepass.learners.base import Learner
-from onepass.live.memory import Memory
+from onepass.live.plan import Memory
 
 Name = int | str
 Tasks = Sequence[Sequence[int]] | Mapping[Name, Sequence[int]]
 OwnLoss = Callable[[Any, Tensor], Tensor]
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 CLASSES = 2**20  # that tasks may declare at most: every class up to the highest one takes memory
+COMMON = ("learning_rate", "optimizer", "loss", "tasks", "task_free", "grow", "memory", "precision")
 
 
 def check_module(module: object, place: str = "first") -> None:
@@ -37,32 +38,29 @@ def check_module(module: object, place: str = "first") -> None:
 def check_mode() -> None:
     """Raise in inference mode: what is made there can never be learnt from."""
     if torch.is_inference_mode_enabled():
-        raise InputError(
-            "nothing can be learnt in inference mode: leave torch.inference_mode() first"
-        )
+        what = "nothing can be learnt in inference mode"
+        raise InputError(f"{what}: leave torch.inference_mode() first")
 
 
 def read_method(name: str) -> type[Learner]:
     if not isinstance(name, str):
-        raise InputError(
-            f"the method is named by a string such as 'a-gem', got {type(name).__name__}"
-        )
+        got = type(name).__name__
+        raise InputError(f"the method is named by a string such as 'a-gem', got {got}")
     found = method(name)
     if found.joined:
-        raise InputError(
-            f"{name} sees all tasks at once, so it is no method for a stream: choose another one"
-        )
+        what = f"{name} sees all tasks at once, so it is no method for a stream"
+        raise InputError(f"{what}: choose another one")
     if found.learner.needs.own_network:
-        raise InputError(
-            f"{name} builds a network of its own for every task, so it cannot learn in the one you have: choose another one"
-        )
+        what = f"{name} builds a network of its own for every task"
+        raise InputError(f"{what}, so it cannot learn in the one you have: choose another one")
     return found.learner
 
 
 def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float], Any]:
     """Hyper-parameters and options of a method by name."""
     learner = method(name).learner
-    fields = {field.name: field for field in dataclasses.fields(learner.options)}
+    kinds = get_type_hints(learner.options)
+    fields = [field.name for field in dataclasses.fields(learner.options)]
     columns = {}
     for key, values in learner.hyperparameters.items():
         value = given.get(key, values[(len(values) - 1) // 2])
@@ -74,28 +72,13 @@ def read_settings(name: str, given: Mapping[str, Any]) -> tuple[dict[str, float]
         if key in columns:
             continue
         if key not in fields:
-            raise unknown(
-                f"setting of {name}",
-                key,
-                [
-                    *columns,
-                    *fields,
-                    "learning_rate",
-                    "optimizer",
-                    "loss",
-                    "tasks",
-                    "task_free",
-                    "grow",
-                    "memory",
-                    "precision",
-                ],
-            )
-        options[key] = _option(key, value, get_type_hints(learner.options)[key])
+            raise unknown(f"setting of {name}", key, [*columns, *fields, *COMMON])
+        options[key] = _option(key, value, kinds[key])
     return columns, learner.options(**options)
 
 
 def _option(key: str, value: Any, kind: Any) -> Any:
-    """A value for an option of this kind: a whole number counts something, so it is at least 1, and no number is negative."""
+    """A value for an option of this kind: whole numbers count something, none is negative."""
     if get_origin(kind) is Literal:
         return read_choice(key, value, get_args(kind))
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -105,12 +88,8 @@ def _option(key: str, value: Any, kind: Any) -> Any:
         float: (whole or isinstance(value, float)) and (value == 0 or 1e-30 <= value <= 1e12),
     }
     if not possible.get(kind, False):
-        wanted = {
-            bool: "True or False",
-            int: "a whole number, at least 1",
-            float: "a number from 0",
-        }.get(kind, str(kind))
-        raise InputError(f"{key} must be {wanted}, got {shown(value)}")
+        names = {bool: "True or False", int: "a whole number, at least 1", float: "a number from 0"}
+        raise InputError(f"{key} must be {names.get(kind, str(kind))}, got {shown(value)}")
     return float(value) if kind is float else value
 
 
@@ -132,37 +111,40 @@ def read_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def read_plan(memory: object) -> Memory:
+    if memory is not None and not isinstance(memory, Memory):
+        got = type(memory).__name__
+        raise InputError(f"the memory must be described by onepass.Memory, got {got}")
+    return Memory() if memory is None else memory
+
+
 def read_learning_rate(rate: float | None, optimizer: Optimizer | None) -> float:
     if (rate is None) == (optimizer is None):
-        raise InputError(
-            "give a learning_rate for plain SGD or an optimizer over the module's parameters, one of them"
-        )
+        what = "give a learning_rate for plain SGD or an optimizer over the module's parameters"
+        raise InputError(f"{what}, one of them")
     if rate is None:
         return 0.0
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1e-30 < rate < 1e6:
-        raise InputError(
-            f"the learning rate must be a number above 0, and below a million, got {shown(rate)}"
-        )
+        what = "the learning rate must be a number above 0, and below a million"
+        raise InputError(f"{what}, got {shown(rate)}")
     return float(rate)
 
 
 def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
     if tasks is None:
         return {}
-    wrong = InputError(
-        "tasks must list the classes of each task, from 0, each once: tasks=[[0, 1], [2, 3]]"
-    )
+    what = "tasks must list the classes of each task, from 0, each once"
+    wrong = InputError(f"{what}: tasks=[[0, 1], [2, 3]]")
     try:
-        named: dict[Any, Any] = (
-            dict(tasks.items()) if isinstance(tasks, Mapping) else dict(enumerate(tasks))
+        named: dict[Any, Any] = dict(
+            tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
         )
         table = {name: tuple(operator.index(c) for c in classes) for name, classes in named.items()}
-        if any(c >= CLASSES for classes in table.values() for c in classes):
-            raise InputError(
-                f"tasks have a class beyond {CLASSES - 1}: number the classes densely, from 0"
-            )
     except TypeError:
         raise wrong from None
+    if any(c >= CLASSES for classes in table.values() for c in classes):
+        what = f"tasks have a class beyond {CLASSES - 1}"
+        raise InputError(f"{what}: number the classes densely, from 0")
     if not table or not all(
         classes and min(classes) >= 0 and len(set(classes)) == len(classes)
         for classes in table.values()
@@ -175,22 +157,19 @@ def read_tasks(tasks: Tasks | None) -> dict[Name, tuple[int, ...]]:
         for c in one:
             other = owners.setdefault(c, one)
             if other is not one:
-                raise InputError(
-                    f"tasks with the classes {shown(other)} and {shown(one)} overlap in part: two tasks have the same outputs or none in common"
-                )
+                what = f"tasks with the classes {shown(other)} and {shown(one)} overlap in part"
+                raise InputError(f"{what}: two tasks have the same outputs or none in common")
     return table
 
 
 def check_named(task: object) -> None:
     """Raise unless it can name a task."""
     if isinstance(task, bool) or not isinstance(task, (int, str)):
-        raise InputError(
-            f"a task is named by a whole number or a string, got {type(task).__name__}"
-        )
+        got = type(task).__name__
+        raise InputError(f"a task is named by a whole number or a string, got {got}")
     if isinstance(task, int) and not -(2**63) <= task < 2**63:
-        raise InputError(
-            "a task is named by a number beyond 64 bits: choose a smaller number, or a string"
-        )
+        what = "a task is named by a number beyond 64 bits"
+        raise InputError(f"{what}: choose a smaller number, or a string")
 
 
 def check_method(
@@ -202,48 +181,37 @@ def check_method(
     tasks: Mapping[Name, tuple[int, ...]],
 ) -> None:
     """Raise unless the method makes sense for such a stream."""
-    learner = method(name).learner
+    learner, policy = method(name).learner, plan.policy
+    needs = learner.needs_with(options)
+    what = ""
     if task_free and learner.needs.boundaries:
-        able = ", ".join(
-            other
-            for other, found in METHODS.items()
-            if not (found.learner.needs.boundaries or found.joined)
-        )
-        raise InputError(
-            f"{name} needs task boundaries: for a task-free stream choose one of {able}"
-        )
-    if task_free and tasks:
-        raise InputError("a task-free stream has no tasks: give tasks or task_free, not both")
-    if learner.needs.own_classes and not (classifies and tasks):
-        raise InputError(
-            f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …] and the cross-entropy"
-        )
-    if learner.needs.own_examples and plan != Memory():
-        raise InputError(
-            f"{name} keeps exemplars of its own, so it has no use for a memory: leave memory out, and say how many with exemplars="
-        )
-    if plan.held_out and not learner.needs.memory:
-        raise InputError(
-            f"{name} keeps no examples, so there are none to hold out for measuring: leave held_out out, or choose another method"
-        )
-    if learner.needs.own_examples and options.all_classes:
-        raise InputError(
-            f"leave all_classes out of {name} here: predict(x) answers among all classes seen so far, predict(x, task=…) among a task's"
-        )
-    if plan.policy in ("class-balanced", "class-reservoir", "ring") and not classifies:
-        raise InputError(
-            f"the memory policy {plan.policy} needs classes: use 'reservoir' with a loss of your own"
-        )
-    if task_free and plan.policy in ("class-reservoir", "ring"):
-        raise InputError(
-            f"the memory policy {plan.policy} is one a task: use 'class-balanced' or 'reservoir' for a task-free stream"
-        )
-    otherwise = learner.needs_with(options).classes_unless
-    if otherwise and not classifies:
-        raise InputError(
-            f"{name} draws labels from the model's own prediction: with a loss of your own choose"
-            f" {otherwise}"
-        )
+        free = {n: m for n, m in METHODS.items() if not m.learner.needs.boundaries}
+        what = f"{name} needs task boundaries: for a task-free stream choose one of "
+        what += ", ".join(name for name, found in free.items() if not found.joined)
+    elif task_free and tasks:
+        what = "a task-free stream has no tasks: give tasks or task_free, not both"
+    elif learner.needs.own_classes and not (classifies and tasks):
+        what = f"{name} needs to know the classes of each task: wrap with tasks=[[0, 1], [2, 3], …]"
+        what += " and the cross-entropy"
+    elif learner.needs.own_examples and plan != Memory():
+        what = f"{name} keeps exemplars of its own, so it has no use for a memory: "
+        what += "leave memory out, and say how many with exemplars="
+    elif plan.held_out and not learner.needs.memory:
+        what = f"{name} keeps no examples, so there are none to hold out for measuring: "
+        what += "leave held_out out, or choose another method"
+    elif learner.needs.own_examples and options.all_classes:
+        what = f"leave all_classes out of {name} here: predict(x) answers among all classes seen "
+        what += "so far, predict(x, task=…) among a task's"
+    elif policy in ("class-balanced", "class-reservoir", "ring") and not classifies:
+        what = f"the memory policy {policy} needs classes: use 'reservoir' with a loss of your own"
+    elif task_free and policy in ("class-reservoir", "ring"):
+        what = f"the memory policy {policy} is one a task: "
+        what += "use 'class-balanced' or 'reservoir' for a task-free stream"
+    elif needs.classes_unless and not classifies:
+        what = f"{name} draws labels from the model's own prediction: "
+        what += f"with a loss of your own choose {needs.classes_unless}"
+    if what:
+        raise InputError(what)
 
 
 def check_whole(**numbers: object) -> None:
@@ -251,9 +219,8 @@ def check_whole(**numbers: object) -> None:
     for name, value in numbers.items():
         least = -(2**63) if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise InputError(
-                f"{name} must be a whole number{'' if name == 'seed' else ' of batches above 0'}, got {shown(value)}"
-            )
+            of = "" if name == "seed" else " of batches above 0"
+            raise InputError(f"{name} must be a whole number{of}, got {shown(value)}")
 
 
 def read_path(path: object, what: str, kind: str = "file") -> Path:
@@ -265,14 +232,10 @@ def read_path(path: object, what: str, kind: str = "file") -> Path:
         raise InputError(f"{what} is empty: give the path of a {kind}")
     try:
         Path(name).resolve()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as reason:  # a loop of links, or a character that no name can have
-        raise InputError(
-            f"{what} cannot be {shown(name)} ({first_line(reason)}): choose another place"
-        ) from None
+    except (OSError, RuntimeError, ValueError) as reason:
+        # A loop of links, or a character that no name can have.
+        why = f"{what} cannot be {shown(name)} ({first_line(reason)})"
+        raise InputError(f"{why}: choose another place") from None
     return Path(name)
 
 
@@ -292,7 +255,7 @@ def make_place(autosave: Path | None) -> None:
 
 @contextmanager
 def refusing(what: str, then: str) -> Iterator[None]:
-    """Whatever the user's own code raises, in one sentence."""
+    """Whatever the user's own code raises inside becomes an `InputError` of one sentence."""
     try:
         yield
     except (InputError, torch.OutOfMemoryError):
@@ -300,5 +263,6 @@ def refusing(what: str, then: str) -> Iterator[None]:
     except Exception as reason:
         why = first_line(reason)
         if "more than 1 value per channel" in why:  # torch does not say which part asks for what
-            why = "batch-norm needs two examples at least: use larger batches, a larger reference_batch, or more memory for each task"
+            why = "batch-norm needs two examples at least: use larger batches, a larger "
+            why += "reference_batch, or more memory for each task"
         raise InputError(f"{what} ({why}): {then}") from reason

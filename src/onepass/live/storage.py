@@ -1,4 +1,4 @@
-"""Where the examples of an episodic memory lie: in main memory, on the device of the module, or in a file that is mapped into memory."""
+"""Where the examples of a memory lie: in main memory, on a device, or in a mapped file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from onepass.errors import InputError, first_line
 
 
 class Storage:
-    """Columns `[rows, …]`, one row per example. `folder` keeps them in files, which vanish with the process.
+    """Columns `[rows, …]`, one row per example.
 
-    `limit` rows are taken at once, if given: what is not used yet costs address space, not memory,
-    except on a GPU. A process that was forked shares the files with its parent: it is refused, since
-    one would write into the other's examples.
+    `folder` keeps them in files, which vanish with the process. `limit` rows are taken at once, if
+    given: what is not used yet costs address space, not memory, except on a GPU. A process that was
+    forked shares the files with its parent: it is refused, since one would write into the other's
+    examples.
     """
 
     def __init__(
@@ -50,39 +51,33 @@ class Storage:
     def check_process(self) -> None:
         """Raise in a process that shares its files with the one that made them."""
         if self._folder is not None and os.getpid() != self._process:
-            raise InputError(
-                f"the memory in {self._folder} belongs to process {self._process}, from which this one was forked: "
-                "save the learner there, and load it here"
-            )
+            owner = f"process {self._process}, from which this one was forked"
+            how = "save the learner there, and load it here"
+            raise InputError(f"the memory in {self._folder} belongs to {owner}: {how}")
 
     def _room(self, rows: int, name: str) -> Tensor:
         dtype, shape = self._kinds[name]
         size = rows * shape.numel() * dtype.itemsize
+        what, fewer = f"cannot keep {size} bytes", "give the memory fewer examples or bytes"
         if size >= 2**62:
-            raise InputError(
-                f"cannot keep {size} bytes of examples: give the memory fewer examples or bytes"
-            )
+            raise InputError(f"{what} of examples: {fewer}")
         if self._folder is None or size == 0:
             try:
                 return torch.empty(rows, *shape, dtype=dtype, device=self._device)
             except torch.OutOfMemoryError:  # of a GPU, which every other step may raise too
                 raise
             except (RuntimeError, MemoryError):
-                raise InputError(
-                    f"cannot keep {size} bytes of examples in main memory: give the memory fewer examples or bytes"
-                ) from None
+                raise InputError(f"{what} of examples in main memory: {fewer}") from None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, size
-                )  # a full disk is an error now, not a crash when a page is first written
+                # A full disk is an error now, not a crash when a page is first written.
+                os.posix_fallocate(file.fileno(), 0, size)
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,))
         except (OSError, MemoryError) as reason:
             why = getattr(reason, "strerror", None) or first_line(reason)
-            raise InputError(
-                f"cannot keep {size} bytes in {self._folder} ({why}): make room, or choose another folder"
-            ) from None
+            how = "make room, or choose another folder"
+            raise InputError(f"{what} in {self._folder} ({why}): {how}") from None
         return torch.from_numpy(mapped).view(dtype).view(rows, *shape)
 
     def reserve(self, rows: int) -> None:
@@ -98,15 +93,11 @@ class Storage:
         """Row `rows[i]` becomes example `places[i]` of `values`."""
         target, source = torch.tensor(rows), torch.tensor(places)
         for name, column in self.columns.items():
-            value = values[name]
-            column.index_copy_(
-                0,
-                target.to(column.device),
-                value.index_select(0, source.to(value.device)).to(column.device),
-            )
+            value = values[name].index_select(0, source.to(values[name].device))
+            column.index_copy_(0, target.to(column.device), value.to(column.device))
 
     def move(self, source: int, target: int) -> None:
-        """One row is copied over another."""
+        """Copy one row over another."""
         for column in self.columns.values():
             column[target] = column[source]
 
@@ -116,18 +107,13 @@ class Storage:
 
     def take(self, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Some rows, as copies on a device."""
-        return {
-            name: column.index_select(0, rows.to(column.device)).to(device)
-            for name, column in self.columns.items()
-        }
+        columns = self.columns.items()
+        return {n: one.index_select(0, rows.to(one.device)).to(device) for n, one in columns}
 
 
 def columns_of(batch: Batch) -> dict[str, Tensor]:
-    return {
-        "x": batch.x[0],
-        "slots": batch.slots[0],
-        **{name: tensor[0] for name, tensor in batch.extra.items()},
-    }
+    extra = {name: tensor[0] for name, tensor in batch.extra.items()}
+    return {"x": batch.x[0], "slots": batch.slots[0], **extra}
 
 
 def batch_of(values: dict[str, Tensor]) -> Batch:

@@ -20,42 +20,34 @@ from onepass.live.memory import even_shares
 from onepass.live.plan import Memory
 
 TABLE = 2**24  # entries of the table of which outputs compete, for a small module
+Checks = Iterator[tuple[bool, str]]  # what must be true, and what it is true of
 
 
 def check_module(header: Header, tensors: Mapping[str, Tensor], module: nn.Module) -> None:
     """Raise unless the module has what was saved; a head may have to grow."""
-    head = header.settings.grow
+    head, wrong = header.settings.grow, "the module does not fit the file"
     if isinstance(head, str) and head not in dict(module.named_modules()):
-        raise InputError(
-            f"the module does not fit the file: it has no layer '{_shown(head)}' to grow"
-        )
-    growing = (
-        ()
-        if head is False
-        else tuple(f"{check_head(module, head)}.{key}".lstrip(".") for key in ("weight", "bias"))
-    )
+        raise InputError(f"{wrong}: it has no layer '{_shown(head)}' to grow")
+    growing: list[str] = []
+    if head is not False:
+        layer = check_head(module, head)
+        growing = [f"{layer}.{key}".lstrip(".") for key in ("weight", "bias")]
     parameters = dict(module.named_parameters())
     own: dict[str, Tensor] = {**parameters, **dict(module.named_buffers())}
     for key in sorted(tensors.keys() ^ own.keys()):
-        raise InputError(
-            f"the module does not fit the file: '{_shown(key)}' is only in {'the file' if key in tensors else 'the module'}"
-        )
+        where = "the file" if key in tensors else "the module"
+        raise InputError(f"{wrong}: '{_shown(key)}' is only in {where}")
     for key, tensor in sorted(tensors.items()):
-        grown = (
-            key in growing
-            and tensor.shape[1:] == own[key].shape[1:]
-            and tensor.dim() > 0
-            and len(tensor) >= len(own[key])
-        )
-        if (tensor.shape != own[key].shape and not grown) or tensor.dtype != own[key].dtype:
-            now = f"{own[key].dtype} of shape {list(own[key].shape)}"
-            raise InputError(
-                f"the module does not fit the file: '{key}' is {now}, and was {tensor.dtype} of shape {list(tensor.shape)}"
-            )
+        mine = own[key]
+        grown = key in growing and tensor.dim() > 0 and tensor.shape[1:] == mine.shape[1:]
+        grown = grown and len(tensor) >= len(mine)
+        if (tensor.shape != mine.shape and not grown) or tensor.dtype != mine.dtype:
+            now = f"{mine.dtype} of shape {list(mine.shape)}"
+            was = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise InputError(f"{wrong}: '{key}' is {now}, and was {was}")
         if key in parameters and not bool(tensor.isfinite().all()):
-            raise InputError(
-                f"parameter '{key}' in the file is not finite: load one that was saved before"
-            )
+            what = f"parameter '{key}' in the file is not finite"
+            raise InputError(f"{what}: load one that was saved before")
     if len({len(tensors[key]) for key in growing if key in tensors}) > 1:
         raise AlteredError("the layer that grows")
     _check_outputs(header, sum(tensor.numel() for tensor in tensors.values()))
@@ -77,8 +69,7 @@ def _check_outputs(header: Header, elements: int) -> None:
 
 def check_sample(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Two examples to export with."""
-    looks = header.examples
-    kinds = () if looks is None else looks.examples().inputs
+    kinds = () if header.examples is None else header.examples.examples().inputs
     names = [f"{i:03d}" for i in range(len(kinds))]
     if sorted(tensors) != names or any(
         tensors[name].shape != (2, *shape) or tensors[name].dtype != kind
@@ -91,21 +82,18 @@ def check_sample(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:
 def check_memory(header: Header, plan: Memory, tensors: Mapping[str, Tensor], needed: bool) -> None:
     """Raise unless every row of the memory is in the lists that it must be in, once.
 
-    Its example must be one that the learner can look at.
+    Its example must be one that the learner can be given.
     """
-    if (header.memory is not None) != needed:
+    kept = header.memory
+    if (kept is not None) != needed:
         raise AlteredError("a memory, or none, where the method has it otherwise")
-    if header.memory is None or header.examples is None:
-        if tensors or (
-            header.memory is not None and (header.memory.groups or header.memory.number)
-        ):
+    if kept is None or header.examples is None:
+        if tensors or (kept is not None and (kept.groups or kept.number)):
             raise AlteredError("a memory of examples that never came")
         return
-    columns = _columns(header)
-    kinds: dict[str, Kind] = {f"examples.{name}": kind for name, kind in columns.items()}
-    kinds |= dict.fromkeys(("members", "arrived", "visible", "fresh"), (torch.int64, ())) | {
-        "coming": (torch.int64, (2,))
-    }
+    kinds = {f"examples.{name}": kind for name, kind in _columns(header).items()}
+    kinds |= dict.fromkeys(("members", "arrived", "visible", "fresh"), (torch.int64, ()))
+    kinds["coming"] = torch.int64, (2,)
     if tensors.keys() != kinds.keys() or any(
         tensors[name].dim() == 0 or kind_of(tensors[name]) != kind for name, kind in kinds.items()
     ):
@@ -124,115 +112,85 @@ def _columns(header: Header) -> dict[str, Kind]:
     return columns if not header.own_loss else columns | {"target": examples.target}
 
 
-def _rows(
-    header: Header, plan: Memory, tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[bool, str]]:
+def _rows(header: Header, plan: Memory, tensors: Mapping[str, Tensor]) -> Checks:
     """What must be true of the rows, one thing after the other: each relies on those before."""
-    kept, number, free, classifies = (
-        header.memory,
-        header.fleet.number,
-        header.settings.task_free,
-        not header.own_loss,
-    )
+    kept, free = header.memory, header.settings.task_free
     assert kept is not None
     learning = free or header.batches > 0
     yield kept.task == (header.segment if learning else max(header.segment - 1, 0)), "the task"
     slots = tensors["examples.slots"]
     rows = len(slots)
-    yield (
-        all(
-            len(tensor) == rows for name, tensor in tensors.items() if name.startswith("examples.")
-        ),
-        "the lengths",
-    )
-    yield (
-        all(
-            bool(t.isfinite().all())
-            for name, t in tensors.items()
-            if name.startswith("examples.") and t.is_floating_point()
-        ),
-        "the examples",
-    )
+    examples = [tensor for name, tensor in tensors.items() if name.startswith("examples.")]
+    yield all(len(t) == rows for t in examples), "the lengths"
+    real = [t for t in examples if t.is_floating_point()]
+    yield all(bool(t.isfinite().all()) for t in real), "the examples"
 
     groups = torch.tensor(kept.groups, dtype=torch.int64).view(-1, 4)
     tasks, labels, counts, seen = groups.unbind(1)
     yield len({(task, label) for task, label, *_ in kept.groups}) == len(groups), "the groups"
-    yield (
-        bool((tasks <= kept.task).all() and (counts <= seen).all() and (counts <= rows).all()),
-        "the groups",
-    )
-    yield (
-        bool(((counts > 0) | ((tasks == kept.task) & learning)).all())
-        and int(counts.sum()) == rows,
-        "the groups",
-    )
+    within = (tasks <= kept.task).all() and (counts <= seen).all() and (counts <= rows).all()
+    yield bool(within), "the groups"
+    current = (tasks == kept.task) & learning
+    yield bool(((counts > 0) | current).all()) and int(counts.sum()) == rows, "the groups"
     members = tensors["members"]
     yield _each_once(members, rows) and len(members) == rows, "the groups"
-    task_of, label_of = (torch.empty(rows, dtype=torch.int64) for _ in range(2))
-    task_of[members], label_of[members] = (
-        tasks.repeat_interleave(counts),
-        labels.repeat_interleave(counts),
-    )
+    task_of = torch.empty(rows, dtype=torch.int64)
+    task_of[members] = tasks.repeat_interleave(counts)
+    label_of = torch.empty(rows, dtype=torch.int64)
+    label_of[members] = labels.repeat_interleave(counts)
+    yield from _labels(header, plan, labels, label_of, slots)
 
-    # Groups with a negative number instead of a class are held out: never drawn, if the plan has such.
-    aside = label_of < 0
-    yield bool(getattr(plan, "held_out", 0)) or not bool((labels < 0).any()), "the groups"
-    named = labels[labels >= 0]
-
-    balanced = plan.policy != "reservoir" and classifies
-    if classifies:
-        assert header.outputs is not None
-        possible = torch.tensor(
-            sorted(
-                {c for _, classes in header.settings.tasks or () for c in classes}
-                or range(header.outputs)
-            )
-        )
-        yield bool(torch.isin(slots, possible).all()), "the labels"
-        yield (
-            bool(torch.isin(named, possible).all()) if balanced else not bool(named.any()),
-            "the groups",
-        )
-        yield (
-            bool(torch.isin(~labels[labels < 0], possible).all() if free else (labels >= -1).all()),
-            "the groups",
-        )
-    else:
-        yield not bool(slots.any() or named.any()) and bool((labels >= -1).all()), "the labels"
-    yield not balanced or torch.equal(label_of[~aside], slots[~aside]), "the groups"
     shared = plan.policy in ("class-reservoir", "ring")
     sharing = [label for label, _ in kept.quota]
     yield len(set(sharing)) == len(sharing) and bool(sharing) == shared, "the shares"
     yield list(map(list, kept.quota)) == even_shares(sharing, plan.per_task), "the shares"
 
-    visible, fresh, coming = tensors["visible"], tensors["fresh"], tensors["coming"]
-    yield _within(tensors["arrived"], 1, number) and len(tensors["arrived"]) == rows, "the times"
+    arrived, visible, fresh = tensors["arrived"], tensors["visible"], tensors["fresh"]
+    last = header.fleet.number
+    yield _within(arrived, 1, last) and len(arrived) == rows, "the times"
     yield _each_once(visible, rows) and _each_once(fresh, rows), "the rows that may be drawn"
     hidden = torch.ones(rows, dtype=torch.bool)
     hidden[visible] = False
+    held_out = label_of < 0
+    steps, coming = tensors["coming"].unbind(1)
     if free:
-        steps, ripening = coming.unbind(1)
-        yield (
-            len(fresh) == 0 and _within(ripening, 0, rows - 1) and _within(steps, 1, number),
-            "the rows that come",
-        )
+        possible = len(fresh) == 0 and _within(coming, 0, rows - 1) and _within(steps, 1, last)
+        yield possible, "the rows that come"
         yield bool((steps.diff() >= 0).all()), "the rows that come"
-        ripe = ripening[tensors["arrived"][ripening] == steps]
-        yield (
-            bool(torch.isin((hidden & ~aside).nonzero()[:, 0], ripe).all())
-            and bool(hidden[aside].all()),
-            "the rows that come",
-        )
+        young = coming[arrived[coming] == steps]
+        known = bool(torch.isin((hidden & ~held_out).nonzero()[:, 0], young).all())
+        yield known and bool(hidden[held_out].all()), "the rows that come"
     else:
-        current = (task_of == kept.task) & learning
-        yield (
-            len(coming) == 0 and torch.equal(hidden, current | aside),
-            "the rows that may be drawn",
-        )
-        yield (
-            len(fresh) == int(current.sum()) and bool(current[fresh].all()),
-            "the rows of the task",
-        )
+        own = (task_of == kept.task) & learning
+        drawn = len(coming) == 0 and torch.equal(hidden, own | held_out)
+        yield drawn, "the rows that may be drawn"
+        yield len(fresh) == int(own.sum()) and bool(own[fresh].all()), "the rows of the task"
+
+
+def _labels(
+    header: Header, plan: Memory, labels: Tensor, label_of: Tensor, slots: Tensor
+) -> Checks:
+    """What must be true of the classes of the groups, `labels`, and of the rows, `label_of`.
+
+    Groups with a negative number instead of a class are held out: only if the plan has such.
+    """
+    free, classifies = header.settings.task_free, not header.own_loss
+    named, negative = labels[labels >= 0], labels[labels < 0]
+    yield bool(getattr(plan, "held_out", 0)) or not len(negative), "the groups"
+    balanced = plan.policy != "reservoir" and classifies
+    if classifies:
+        assert header.outputs is not None
+        declared = {c for _, classes in header.settings.tasks or () for c in classes}
+        possible = torch.tensor(sorted(declared or range(header.outputs)))
+        yield bool(torch.isin(slots, possible).all()), "the labels"
+        known = bool(torch.isin(named, possible).all())
+        yield known if balanced else not bool(named.any()), "the groups"
+        sound = torch.isin(~negative, possible) if free else negative == -1
+        yield bool(sound.all()), "the groups"
+    else:
+        yield not bool(slots.any() or named.any()) and bool((negative == -1).all()), "the labels"
+    kept = label_of >= 0
+    yield not balanced or torch.equal(label_of[kept], slots[kept]), "the groups"
 
 
 def _within(tensor: Tensor, least: int, most: int) -> bool:
@@ -246,9 +204,8 @@ def _each_once(rows: Tensor, count: int) -> bool:
 
 def check_counts(tensors: Mapping[str, Tensor]) -> None:
     """Raise unless whole numbers in a method's state are counts."""
-    if any(
-        t.dtype == torch.int64 and not _within(t.reshape(-1), 0, LARGE) for t in tensors.values()
-    ):
+    counts = [t.reshape(-1) for t in tensors.values() if t.dtype == torch.int64]
+    if not all(_within(count, 0, LARGE) for count in counts):
         raise AlteredError("the state of its method")
 
 
