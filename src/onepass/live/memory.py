@@ -37,7 +37,6 @@ class StreamMemory(NeverCaptured):
     taken. A `Selection` decides which examples stay in which `Rows`, a `Storage` holds them.
     """
 
-    tasks = budget = 1  # unknown; they only forecast what a study costs
 
     def __init__(
         self,
@@ -104,9 +103,6 @@ class StreamMemory(NeverCaptured):
             assert self.storage is not None
             return batch_of(self.storage.first(n, self.fleet.device))
         return self.take(rows)
-
-    def drawn(self, count: int) -> int:
-        return count
 
     def of(self, tasks: Sequence[int]) -> Batch:
         """All that may be rehearsed of one past task."""

@@ -219,11 +219,6 @@ class FleetMemory(CapturedDraws):
             return places
         return places.pin_memory().to(self.fleet.device, non_blocking=True)
 
-    def drawn(self, count: int) -> int:
-        """How many examples `draw(count)` has at most."""
-        repeats = self.with_replacement or self.include_current
-        return count if repeats else min(count, self.tasks * self.budget)
-
     def draw(self, count: int) -> Batch | None:
         """A reference batch of `count` visible examples, uniform without replacement."""
         if self._x is None:

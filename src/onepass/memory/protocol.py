@@ -25,14 +25,6 @@ class EpisodicMemory(Protocol):
         """The current task."""
 
     @property
-    def tasks(self) -> int:
-        """How many there are at most."""
-
-    @property
-    def budget(self) -> int:
-        """Examples that are kept of each."""
-
-    @property
     def sizes(self) -> Sequence[int]:
         """Visible examples of each run, as the host knows them."""
 
@@ -58,9 +50,6 @@ class EpisodicMemory(Protocol):
 
         All of them while they are fewer; None while there are none.
         """
-
-    def drawn(self, count: int) -> int:
-        """How many examples `draw(count)` has at most."""
 
     def of(self, tasks: Sequence[int]) -> Batch:
         """All that is kept of one past task per run: `tasks[r]` in row `r`."""
