@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.engine.module_checks import Buffers, as_now
+from onepass.engine.snapshots import BufferSnapshot, OptimizerSnapshot
 from onepass.engine.slots import Slots
 from onepass.errors import InputError, is_out_of_memory
 from onepass.interrupts import Held
@@ -280,7 +280,7 @@ def _restore(owner: OnePass, header: Header, state: Mapping[str, Mapping[str, Te
 def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """After an error, the module and the optimizer are as they were before."""
     parts = list(module.modules())
-    buffers = Buffers(parts)
+    buffers = BufferSnapshot(parts)
     data = [
         (parameter, parameter.data) for parameter in module.parameters()
     ]  # wrapping replaces it
@@ -288,7 +288,7 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         (part, dict(part._parameters), part.training, part.__dict__.get("out_features"))
         for part in parts
     ]
-    back = None if optimizer is None else as_now(optimizer)
+    settings = None if optimizer is None else OptimizerSnapshot(optimizer)
     try:
         yield
     except BaseException:
@@ -300,8 +300,8 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         for parameter, values in data:
             parameter.data = values
         buffers.restore()
-        if back is not None:
-            back()
+        if settings is not None:
+            settings.restore()
         raise
 
 

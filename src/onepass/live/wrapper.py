@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from onepass.engine.batch import Batch
 from onepass.engine.gradients import Loss
-from onepass.engine.module_fleet import INPUT, ModuleFleet
+from onepass.engine.module_fleet import ModuleFleet
+from onepass.engine.module_passes import INPUT
 from onepass.engine.slots import Slots
 from onepass.errors import InputError, already
 from onepass.interrupts import Opened
