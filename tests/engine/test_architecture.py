@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from onepass.engine.architecture import Architecture
-from onepass.engine.batch import Batch
 from onepass.engine.fleet import aligned
 from onepass.engine.gradients import Mode
-from onepass.engine.tracing import trace
 from toys import FEATURES, batch_of, by_hand, fleet_of
 
 
@@ -64,25 +60,3 @@ def test_rows_of_buffers_begin_at_certain_places() -> None:
     found = aligned(stack, 32)
     assert torch.equal(found, stack)
     assert found.stride() == (32, 1)
-
-
-@pytest.mark.parametrize("mode", ["looped", "stacked"])
-def test_programs_for_further_sizes_of_batches_come_from_two_traces(
-    mode: Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traced: list[Any] = []
-
-    def counted(*arguments: Any) -> Any:
-        traced.append(trace(*arguments))
-        return traced[-1]
-
-    monkeypatch.setattr("onepass.engine.gradients.trace", counted)
-    fleet, generator = fleet_of(mode=mode), torch.Generator().manual_seed(0)
-    for size in (4, 6, 7, 3):
-        batch = Batch(
-            torch.randn(3, size, FEATURES, generator=generator),
-            torch.randint(0, 8, (3, size), generator=generator),
-        )
-        for _ in range(2):
-            assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
-    assert len(traced) == 2
