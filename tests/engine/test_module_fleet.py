@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from onepass.engine.module_fleet import ModuleFleet
 from onepass.engine.slots import Slots
 from onepass.errors import InputError
-from onepass.live.growth import grow
 from onepass.streams.base import separate_heads
 from toys import FEATURES, Dropped, Follow, Normed, Tied, batch_of, by_hand, fleet_of, small_net
 
@@ -153,10 +152,16 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 def test_going_back_restores_every_attribute_that_growth_and_a_step_assign() -> None:
-    fleet = ModuleFleet(small_net(), SLOTS, 0.1)
+    module = small_net()
+    fleet = ModuleFleet(module, SLOTS, 0.1)
+
+    def grown() -> nn.Module:
+        module[2] = nn.Linear(5, 10)  # type: ignore[operator]
+        return module
+
     fleet.learn(follow(fleet), batch_of(1))
     mark, before = fleet.marked(), dict(vars(fleet))
-    grow(fleet, "2", 10)
+    fleet.rebuild(grown)
     fleet.compete(Slots(separate_heads(5, 2)))
     fleet.traced_sizes = {10}
     fleet.measures = True
