@@ -1,9 +1,11 @@
-"""Counter-based randomness: a draw is a function of (seed of the run, purpose, step, index) and of nothing else.
+"""Counter-based random numbers: functions of the run's seed, a purpose, a step and an index alone.
 
-There is no generator object and no position to save. Resuming a run means knowing its step number, no row of a fleet depends on its
-neighbours, evaluation consumes nothing, and CPU and GPU draw the same numbers because everything is 64-bit integer arithmetic.
+There is no generator object and no position to save. Resuming a run means knowing its step number,
+no row of a fleet depends on its neighbours, evaluation consumes nothing, and CPU and GPU draw the
+same numbers because everything is 64-bit integer arithmetic.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
+The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+number generators, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Torch locks a generator while it makes the Python object of its state. That may collect garbage, and
-# so let another thread run; if that one asks for the state too, the process stands still for ever.
+# Torch locks a generator while it makes the Python object of its state. That may collect garbage,
+# and so let another thread run; if that one reads the state too, both wait for ever.
 _one_thread = threading.RLock()
 
 
@@ -52,7 +54,8 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _mix(z: Tensor) -> Tensor:
-    # Shifts of signed integers carry the sign along; the masks make them logical shifts. Multiplication wraps around, as it must.
+    # Shifts of signed integers carry the sign along; the masks make them logical shifts.
+    # Multiplication wraps around, as it must.
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
     return z ^ ((z >> 31) & ((1 << 33) - 1))
@@ -66,10 +69,10 @@ def _counter(count: int, device: torch.device) -> Tensor:
 class RandomNumbers:
     """The random numbers of some runs, seeds `[R]`, for one purpose.
 
-    >>> RandomNumbers([7, 8], Purpose.ORDER).bits(step=0, count=2).shape
+    >>> both = RandomNumbers([7, 8], Purpose.ORDER).bits(step=0, count=2)
+    >>> both.shape
     torch.Size([2, 2])
-    >>> alone = RandomNumbers([8], Purpose.ORDER).bits(step=0, count=2)
-    >>> bool((RandomNumbers([7, 8], Purpose.ORDER).bits(step=0, count=2)[1] == alone[0]).all())
+    >>> torch.equal(both[1:], RandomNumbers([8], Purpose.ORDER).bits(step=0, count=2))
     True
     """
 
@@ -78,10 +81,9 @@ class RandomNumbers:
 
     def key(self, step: Tensor | int) -> Tensor:
         """What starts the sequence of a step, `[R]`, for steps `[R]` or one step for all."""
-        return _mix(
-            self.base
-            + (step * _GOLDEN if isinstance(step, Tensor) else _signed(step * _GOLDEN % (1 << 64)))
-        )
+        if isinstance(step, Tensor):
+            return _mix(self.base + step * _GOLDEN)
+        return _mix(self.base + _signed(step * _GOLDEN % (1 << 64)))
 
     @staticmethod
     def _of(base: Tensor) -> RandomNumbers:
@@ -90,61 +92,66 @@ class RandomNumbers:
         return source
 
     def spread(self, count: int) -> RandomNumbers:
-        """Every run `count` times in a row, for drawing at several steps at once."""
+        """Every run `count` times one after the other, for drawing at several steps at once."""
         return self._of(self.base.repeat_interleave(count))
 
     def bits(self, step: Tensor | int, count: int) -> Tensor:
-        """`count` uniform 64-bit integers a row, `[R, count]`."""
+        """`count` uniform 64-bit integers per row, `[R, count]`."""
         return _mix(self.key(step)[:, None] + _counter(count, self.base.device))
 
     def uniform(self, step: Tensor | int, count: int) -> Tensor:
-        """`count` float64 numbers a row, uniform on [0, 1)."""
+        """`count` float64 numbers per row, uniform on [0, 1)."""
         return _unit(self.bits(step, count))
 
     def permutation(self, step: Tensor | int, sizes: list[int]) -> Tensor:
-        """A uniform random permutation of `range(sizes[r])` in each row `r`, `[R, max(sizes)]`; shorter rows are filled up behind their end."""
+        """A uniform random permutation of `range(sizes[r])` in each row `r`, `[R, max(sizes)]`.
+
+        Shorter rows are filled up behind their end.
+        """
         count = max(sizes)
         keys = self.bits(step, count)
         if min(sizes) < count:
-            behind = (
-                torch.arange(count, device=keys.device)
-                >= torch.tensor(sizes, device=keys.device)[:, None]
-            )
+            ends = torch.tensor(sizes, device=keys.device)[:, None]
+            behind = torch.arange(count, device=keys.device) >= ends
             keys = keys.masked_fill(behind, torch.iinfo(torch.int64).max)
         return keys.argsort(dim=1, stable=True)
 
     def ahead(self, step: Tensor, steps: int, population: list[int], count: int) -> Tensor:
         """`sample` for each of the next steps, `[R, steps, count]`."""
         each = [n for n in population for _ in range(steps)]
-        chosen = self.spread(steps).sample(
-            (step[:, None] + torch.arange(steps, device=step.device)).flatten(), each, count
-        )
+        following = (step[:, None] + torch.arange(steps, device=step.device)).flatten()
+        chosen = self.spread(steps).sample(following, each, count)
         return chosen.view(len(step), steps, count)
 
     def sample(self, step: Tensor | int, population: list[int], count: int) -> Tensor:
-        """A uniform random subset of `range(population[r])` of size `count`, in random order, in each row `r`: `[R, count]`.
+        """A random subset of `range(population[r])` in random order in each row `r`, `[R, count]`.
 
-        Costs O(count log count) whatever the population: a small population is permuted, a large one is drawn from with replacement until
-        `count` different values have come up, which is the same distribution. Every population must hold at least `count`.
+        Costs O(count log count) whatever the population: a small population is permuted, a large
+        one is drawn from with replacement until `count` different values have come up, which is the
+        same distribution. Every population must hold at least `count`.
         """
         small = [n <= 4 * count for n in population]
         if all(small):
             return self.permutation(step, population)[:, :count]
-        if any(small):  # each row by its own way, so that no row depends on its neighbours
-            parts = [
-                torch.tensor([r for r, s in enumerate(small) if s == way], device=self.base.device)
-                for way in (True, False)
-            ]
-            drawn = [
-                self._of(self.base[rows]).sample(
-                    _only(step, rows), [population[r] for r in rows.tolist()], count
-                )
-                for rows in parts
-            ]
-            return torch.cat(drawn)[torch.cat(parts).argsort()]
+        if not any(small):
+            return self._distinct(step, population, count)
+        # Each row in its own way, so that no row depends on its neighbours.
+        drawn, order = [], []
+        for way in (True, False):
+            rows = [r for r, is_small in enumerate(small) if is_small == way]
+            index = torch.tensor(rows, device=self.base.device)
+            at = step[index] if isinstance(step, Tensor) else step
+            some = self._of(self.base[index])
+            drawn.append(some.sample(at, [population[r] for r in rows], count))
+            order.append(index)
+        return torch.cat(drawn)[torch.cat(order).argsort()]
+
+    def _distinct(self, step: Tensor | int, population: list[int], count: int) -> Tensor:
+        """The first `count` different values of draws with replacement."""
         smallest = min(population)
-        # Distinct values among n draws from M > 4 count: n = −M ln(1 − count/M) draws give `count` on average, with a variance below
-        # n²/2M. Ten standard deviations more make a shortage impossible in practice (probability below 1e-20).
+        # Distinct values among n draws from M > 4 count: n = −M ln(1 − count/M) draws give `count`
+        # on average, with a variance below n²/2M. Ten standard deviations more make a shortage
+        # impossible in practice (probability below 1e-20).
         expected = -smallest * math.log1p(-count / smallest)
         attempts = math.ceil(expected + 10 * math.sqrt(expected**2 / (2 * smallest) + 1))
         size: Tensor | int = smallest
@@ -154,69 +161,66 @@ class RandomNumbers:
         ordered, origin = values.sort(dim=1, stable=True)
         new = torch.ones_like(ordered, dtype=torch.bool)
         torch.ne(ordered[:, 1:], ordered[:, :-1], out=new[:, 1:])
-        first = torch.empty_like(new).scatter_(
-            1, origin, new
-        )  # in the order of drawing: is this the value's first time?
+        # In the order of drawing: whether this is the first time of the value.
+        first = torch.empty_like(new).scatter_(1, origin, new)
         rank = first.cumsum(1) - 1
-        place = torch.where(first, rank, count).clamp(
-            max=count
-        )  # repetitions and what is too much go to a place behind the end
+        # Repetitions and what is too much go to a place behind the end.
+        place = torch.where(first, rank, count).clamp(max=count)
         return values.new_zeros(len(values), count + 1).scatter_(1, place, values)[:, :count]
 
 
 class SampleCache:
-    """Samples for several steps made in one go: the small operations of a draw cost more than the work in them.
+    """Samples made for several steps at once: small operations cost more than the work in them.
 
-    >>> ahead, steps = SampleCache(RandomNumbers([7], Purpose.REFERENCE)), torch.tensor([5])
-    >>> drawn = [ahead.sample(steps + n, n, [100], 3) for n in range(2)]
-    >>> all(torch.equal(drawn[n], RandomNumbers([7], Purpose.REFERENCE).sample(5 + n, [100], 3)) for n in range(2))
+    >>> random, steps = RandomNumbers([7], Purpose.REFERENCE), torch.tensor([5])
+    >>> cache = SampleCache(random)
+    >>> drawn = [cache.sample(steps + n, n, [100], 3) for n in range(2)]
+    >>> all(torch.equal(drawn[n], random.sample(5 + n, [100], 3)) for n in range(2))
     True
     """
 
     STEPS = 32
-    TIMES = 8  # as many as somebody asks for at once
+    TIMES = 8  # as many as a caller needs at once
 
     def __init__(self, source: RandomNumbers) -> None:
         self._source = source
-        self._made: tuple[int, list[int], int, Tensor] | None = (
-            None  # from which tick on, of what, how many a draw, and the choices [R, steps, n]
-        )
+        self._first = 0  # the steps before the first sample
+        self._chosen = torch.empty(0, 0)  # samples of the steps from there on, [R, steps, count]
+        self.forget()
 
     def forget(self) -> None:
         """The next draws are at other steps than those that follow the last one."""
-        self._made = None
+        self._wanted: tuple[list[int], int] | None = None  # the population and the count of these
 
-    def sample(self, step: Tensor, tick: int, population: list[int], count: int) -> Tensor:
-        """`RandomNumbers.sample(step, population, count)` for a caller whose steps `[R]` all go up by one whenever `tick` does."""
-        return self._several(step, tick, population, count, 1, self.STEPS)[:, 0]
+    def sample(self, step: Tensor, steps_before: int, population: list[int], count: int) -> Tensor:
+        """`RandomNumbers.sample(step, population, count)`.
+
+        The steps `[R]` of all runs grow by one whenever `steps_before`, a count of the host, does.
+        """
+        return self._several(step, steps_before, population, count, 1, self.STEPS)[:, 0]
 
     def samples(
-        self, step: Tensor, tick: int, population: list[int], count: int, steps: int
+        self, step: Tensor, steps_before: int, population: list[int], count: int, steps: int
     ) -> Tensor:
-        """The same for several steps, `[R, steps, count]`."""
-        return self._several(step, tick, population, count, steps, self.TIMES * steps)
+        """The same for this and the next steps, `[R, steps, count]`."""
+        ahead = self.TIMES * steps
+        return self._several(step, steps_before, population, count, steps, ahead)
 
     def _several(
-        self, step: Tensor, tick: int, population: list[int], count: int, steps: int, new: int
+        self,
+        step: Tensor,
+        steps_before: int,
+        population: list[int],
+        count: int,
+        steps: int,
+        ahead: int,
     ) -> Tensor:
-        made = self._made
-        if (
-            made is None
-            or not made[0] <= tick <= made[0] + made[3].shape[1] - steps
-            or made[1] != population
-            or made[2] != count
-        ):
-            self._made = made = (
-                tick,
-                population,
-                count,
-                self._source.ahead(step, new, population, count),
-            )
-        return made[3][:, tick - made[0] : tick - made[0] + steps]
-
-
-def _only(step: Tensor | int, rows: Tensor) -> Tensor | int:
-    return step[rows] if isinstance(step, Tensor) else step
+        wanted = population, count
+        place = steps_before - self._first
+        if wanted != self._wanted or not 0 <= place <= self._chosen.shape[1] - steps:
+            self._chosen = self._source.ahead(step, ahead, population, count)
+            self._first, self._wanted, place = steps_before, wanted, 0
+        return self._chosen[:, place : place + steps]
 
 
 def bits_at(seed: int, purpose: Purpose, step: int, index: int) -> int:
@@ -238,12 +242,12 @@ def bits_at(seed: int, purpose: Purpose, step: int, index: int) -> int:
 
 @contextmanager
 def torch_seeded(seed: int, device: torch.device) -> Iterator[list[torch.Generator]]:
-    """Torch's own generators start from `seed` inside, and are as before outside: for layers that draw from them."""
-    # Not by torch.manual_seed and fork_rng: they look after every kind of device there is, at many times the cost of a small step.
-    generators = [
-        torch.default_generator,
-        *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
-    ]
+    """Inside, torch's own generators start from `seed`, for layers that draw from them."""
+    # torch.manual_seed and fork_rng treat every kind of device there is, at many times the cost of
+    # a small step.
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
     before = states_of(generators)
     with _one_thread:
         for generator in generators:
@@ -257,7 +261,7 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[list[torch.Generat
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Where torch's own generators are."""
+    """The states of torch's own generators."""
     with _one_thread:
         return [generator.get_state() for generator in generators]
 
@@ -272,7 +276,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def uniform_at(key: Tensor, index: Tensor) -> Tensor:
-    """The numbers at places `index [R, n]` of the sequences that `key [R]` starts, uniform on [0, 1)."""
+    """The numbers on [0, 1) at places `index [R, n]` of the sequences that `key [R]` starts."""
     return _unit(_mix(key[:, None] + (index + 1) * _GOLDEN))
 
 

@@ -1,4 +1,4 @@
-"""Steps that are captured and launched on a GPU."""
+"""Steps as CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -89,22 +89,14 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
     found, setup, ends = METHODS[method], replace(RESIDUAL, batch_norm=norm), (Ends(), Ends())
     for keeper, capture in zip(ends, (True, False), strict=True):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-            patch.setattr(
-                "onepass.protocol.TRIED", 0
-            )  # whatever is fastest now may not be so again
+            # The fastest way now may not be the fastest again.
+            patch.setattr("onepass.protocol.TRIED", 0)
             patch.setattr("onepass.protocol.StepGraphs", Watched)
             patch.setattr(Watched, "launched", 0)
             if not capture:
                 patch.setattr(Watched, "_key", lambda *_: None)
-            train(
-                digits("split-digits", 40),
-                "cv",
-                found,
-                runs(found, 2),
-                setup,
-                device="cuda",
-                keeper=keeper,
-            )
+            stream = digits("split-digits", 40)
+            train(stream, "cv", found, runs(found, 2), setup, device="cuda", keeper=keeper)
             assert (Watched.launched > 4) == capture
     assert not caplog.records
     same_bits(*ends)
@@ -113,20 +105,13 @@ def test_captured_steps_of_a_residual_network_end_where_eager_ones_do(
 @pytest.mark.parametrize("method", ["van", "a-gem", "gem"])
 def test_a_residual_network_that_is_trained_twice_ends_in_the_same_bits(method: str) -> None:
     found, ends = METHODS[method], (Ends(), Ends())
+    stream, setup = digits("split-digits", 40), replace(RESIDUAL, tf32=True)
     for keeper in ends:
-        train(
-            digits("split-digits", 40),
-            "cv",
-            found,
-            runs(found, 2),
-            replace(RESIDUAL, tf32=True),
-            device="cuda",
-            keeper=keeper,
-        )
+        train(stream, "cv", found, runs(found, 2), setup, device="cuda", keeper=keeper)
     same_bits(*ends)
 
 
-def test_a_graph_that_nobody_needs_any_more_does_not_break_a_capture() -> None:
+def test_a_graph_that_is_garbage_does_not_break_a_capture() -> None:
     device, ones = torch.device("cuda"), torch.ones(3, device="cuda")
     forgotten: list[object] = [captured(device, None, [lambda: ones.add_(1)])]
     forgotten.append(forgotten)
@@ -142,7 +127,7 @@ def test_a_graph_that_nobody_needs_any_more_does_not_break_a_capture() -> None:
 
 
 @pytest.mark.parametrize("method", ["mas", "ewc"])
-def test_the_second_look_is_captured_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_pass_is_captured_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     call = StepGraphs.__call__
 
@@ -151,14 +136,8 @@ def test_the_second_look_is_captured_too(method: str, monkeypatch: pytest.Monkey
         call(self, batches, steps)
 
     monkeypatch.setattr(StepGraphs, "__call__", watched)
-    train(
-        digits("permuted-digits"),
-        "cv",
-        METHODS[method],
-        runs(METHODS[method]),
-        SETUP,
-        device="cuda",
-    )
+    found = METHODS[method]
+    train(digits("permuted-digits"), "cv", found, runs(found), SETUP, device="cuda")
     assert max(seen) == step_graphs.STRETCH
 
 
@@ -177,7 +156,7 @@ def test_a_method_that_cannot_be_captured_is_taken_step_by_step(
     same(captured, on_gpu(method, digits("permuted-digits"), monkeypatch, capture=False)[0])
 
 
-def test_a_method_that_looks_at_the_task_is_captured_for_each_task(
+def test_a_method_that_reads_the_task_is_captured_for_each_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     method = replace(METHODS["van"], learner=Told)
@@ -199,15 +178,8 @@ def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(
         stops = True
 
     def go(keeper: Checkpoints | None) -> list[Record]:
-        return train(
-            digits("permuted-digits"),
-            "cv",
-            METHODS[method],
-            runs(METHODS[method]),
-            SETUP,
-            device="cuda",
-            keeper=keeper,
-        )
+        found, stream = METHODS[method], digits("permuted-digits")
+        return train(stream, "cv", found, runs(found), SETUP, device="cuda", keeper=keeper)
 
     keeper = Stops(tmp_path, "fleet", every=25)
     with pytest.raises(KeyboardInterrupt):
@@ -219,14 +191,8 @@ def test_a_fleet_that_is_resumed_on_a_gpu_ends_where_it_would_have(
 
 def test_exact_products_are_closer_to_a_cpus_than_tf32() -> None:
     def ended(device: str, tf32: bool) -> Tensor:
-        feed, fleet, learner = assemble(
-            digits("permuted-digits"),
-            "cv",
-            METHODS["van"],
-            runs(METHODS["van"]),
-            SETUP,
-            device=device,
-        )
+        van, stream = METHODS["van"], digits("permuted-digits")
+        feed, fleet, learner = assemble(stream, "cv", van, runs(van), SETUP, device=device)
         take = StepGraphs(fleet, learner)
         with products(fleet.device, tf32=tf32):
             for batches, steps in feed.stretches(0, 0, lambda _, left: take.stretch(left)):

@@ -57,13 +57,10 @@ def test_a_run_on_the_gpu_equals_the_run_on_the_cpu(method: str, ragged: bool) -
             if learner.needs.second_pass:
                 learner.review(feed.batches(phase))
             learner.end_task()
-        theta = fleet.architecture.numbers(fleet.theta).cpu()
-        ended.append(
-            (
-                theta,
-                None if learner.memory is None else learner.memory.state()["slots"][:, :-1].cpu(),
-            )
-        )
+        theta, slots = fleet.architecture.numbers(fleet.theta).cpu(), None
+        if learner.memory is not None:
+            slots = learner.memory.state()["slots"][:, :-1].cpu()
+        ended.append((theta, slots))
     assert torch.allclose(ended[0][0], ended[1][0], atol=1e-3)
     if ended[0][1] is not None and ended[1][1] is not None:
         assert torch.equal(ended[0][1], ended[1][1])
@@ -91,7 +88,7 @@ def test_a_step_never_waits_for_the_gpu(method: str) -> None:
         learner.end_task()
 
 
-def test_answers_of_a_residual_network_on_the_gpu_are_those_of_the_cpu(
+def test_outputs_of_a_residual_network_on_the_gpu_are_those_of_the_cpu(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cpu, gpu = (

@@ -39,7 +39,7 @@ def test_gradients_and_losses_are_those_of_plain_autograd(
 ) -> None:
     fleet, batch = fleet_of(build, mode=mode), batch_of()
     expected = [by_hand(fleet, batch, r) for r in range(3)]
-    for _ in range(2):  # the first call builds and checks programs, the second one replays them
+    for _ in range(2):  # the first call traces and verifies programs, the second one uses them
         g, losses = fleet.grad(batch, update_buffers=False)
         for r, (gradient, loss) in enumerate(expected):
             assert torch.allclose(g[r], gradient, atol=1e-6)
@@ -82,7 +82,7 @@ def test_a_pass_moves_batch_norm_statistics_only_if_asked_to(mode: Mode) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_another_theta_and_another_loss_can_be_asked_for(mode: Mode) -> None:
+def test_a_gradient_may_be_of_another_theta_and_another_loss(mode: Mode) -> None:
     fleet, batch = fleet_of(mode=mode), batch_of()
     target = torch.randn(3, 7, 8)
 
@@ -95,14 +95,12 @@ def test_another_theta_and_another_loss_can_be_asked_for(mode: Mode) -> None:
         Batch(batch.x, batch.slots, extra={"target": target}), loss=distance, theta=elsewhere
     )
     leaves = elsewhere.clone().requires_grad_()
-    logits = torch.stack(
-        [
-            fleet.architecture.call(
-                [p[r] for p in fleet.architecture.views(leaves)], {}, batch.x[r], None
-            )[0]
-            for r in range(3)
-        ]
-    )
+    parameters = fleet.architecture.views(leaves)
+    rows = ([p[r] for p in parameters] for r in range(3))
+    passes = [
+        fleet.architecture.call(row, {}, x, None) for row, x in zip(rows, batch.x, strict=True)
+    ]
+    logits = torch.stack([logits for logits, _ in passes])
     expected = (logits - target).square().sum(-1).mean(1)
     assert torch.allclose(losses, expected, atol=1e-5)
     assert torch.allclose(g, torch.autograd.grad(expected.sum(), leaves)[0], atol=1e-5)
@@ -155,11 +153,8 @@ def test_dropout_is_drawn_from_the_runs_seed_and_step() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_even_the_lightest_dropout_is_noticed(mode: Mode) -> None:
-    fleet, batch, state = (
-        fleet_of(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(1e-4)), mode=mode),
-        batch_of(),
-        torch.get_rng_state(),
-    )
+    fleet = fleet_of(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(1e-4)), mode=mode)
+    batch, state = batch_of(), torch.get_rng_state()
     assert torch.equal(fleet.grad(batch)[0], fleet.grad(batch)[0])
     assert fleet.gradients._random
     assert torch.equal(state, torch.get_rng_state())
@@ -176,9 +171,7 @@ def test_two_passes_of_one_step_have_different_dropout() -> None:
     assert found == [True]
 
 
-def test_the_fleet_applies_the_direction_at_each_runs_rate_and_tells_the_step_really_taken() -> (
-    None
-):
+def test_the_direction_is_applied_at_each_runs_rate_and_the_learner_hears_the_step() -> None:
     fleet = Fleet(small_net, [1, 2], Slots(separate_heads(4, 2)), [0.5, 0.25])
     before, direction = fleet.theta.clone(), torch.randn_like(fleet.theta)
     learner = Follow(lambda _: direction, delta=True)
@@ -215,10 +208,8 @@ def test_a_run_with_a_huge_learning_rate_diverges_alone(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_equals_the_same_run_alone_whatever_its_neighbours(mode: Mode) -> None:
-    together, alone = (
-        fleet_of(Normed, mode=mode),
-        Fleet(Normed, [11], Slots(separate_heads(4, 2)), [0.1], gradients="looped"),
-    )
+    together = fleet_of(Normed, mode=mode)
+    alone = Fleet(Normed, [11], Slots(separate_heads(4, 2)), [0.1], gradients="looped")
     assert torch.equal(together.theta[1], alone.theta[0])
     for step in range(20):
         batch = batch_of(seed=step)
@@ -235,9 +226,8 @@ def test_inside_a_step_two_gradients_do_not_share_memory() -> None:
 
     def direction(batch: Batch) -> Tensor:
         g, other = fleet.grad(batch)[0], fleet.grad(batch_of(seed=5))[0]
-        seen["ok"] = torch.equal(
-            g, fleet.grad(batch, theta=fleet.theta.clone())[0]
-        ) and not torch.equal(g, other)
+        again = fleet.grad(batch, theta=fleet.theta.clone())[0]
+        seen["ok"] = torch.equal(g, again) and not torch.equal(g, other)
         return g
 
     for _ in range(2):
@@ -253,13 +243,7 @@ def test_forward_is_in_evaluation_mode_and_gradients_are_in_training_mode(mode: 
     logits = fleet.forward(batch).logits
     assert all(torch.equal(b, before[name]) for name, b in fleet.buffers.items())
     alone = Normed().eval()
-    values = dict(
-        zip(
-            fleet.architecture.names,
-            (v[1] for v in fleet.architecture.views(fleet.theta)),
-            strict=True,
-        )
-    )
+    values = fleet.architecture.named_views(fleet.theta[1])
     alone.load_state_dict(values | {name: b[1] for name, b in fleet.buffers.items()})
     assert torch.allclose(alone(batch.x[1]), logits[1], atol=1e-5)
     other = batch_of(size=5, seed=4)
@@ -299,9 +283,7 @@ def test_a_run_that_diverges_in_a_step_does_not_take_it() -> None:
     assert fleet.step.tolist() == [1, 0, 1]
 
 
-def test_a_large_loss_of_ones_own_is_not_divergence_and_neither_is_a_bad_theta_one_only_looks_at() -> (
-    None
-):
+def test_neither_a_large_custom_loss_nor_a_gradient_at_a_bad_theta_is_divergence() -> None:
     fleet, batch = fleet_of(), batch_of()
 
     def large(logits: Tensor, slots: Tensor, extra: object) -> Tensor:
@@ -351,7 +333,7 @@ def test_a_learner_can_mix_gradients_by_their_losses() -> None:
 
 
 class Columns(nn.Module):
-    """A column a task; all but the last are frozen."""
+    """One column per task; all but the last are frozen."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -366,7 +348,7 @@ class Columns(nn.Module):
 
 
 class Grow:
-    """Adds a column and two outputs at the beginning of each task, and keeps a trace of squared gradients across the change."""
+    """Adds a column and two outputs for each task, and keeps a sum of squared gradients."""
 
     needs = Needs()
 
@@ -389,12 +371,7 @@ class Grow:
 
 
 def named(fleet: Fleet, tensor: Tensor) -> dict[str, Tensor]:
-    return {
-        name: view.clone()
-        for name, view in zip(
-            fleet.architecture.names, fleet.architecture.views(tensor), strict=True
-        )
-    }
+    return {name: view.clone() for name, view in fleet.architecture.named_views(tensor).items()}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Moody(nn.Module):
-    """What it does depends on its inputs, on the host."""
+    """Branches on its inputs on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,20 +44,18 @@ class Counted(Architecture):
         return super().call(*arguments)  # type: ignore[arg-type]
 
 
-def answers_of(
+def traced_of(
     module: nn.Module, traces: bool = True
-) -> tuple[TracedForward, Counted, Callable[..., tuple[Tensor, Tensor]]]:
+) -> tuple[Counted, Callable[..., tuple[Tensor, Tensor]]]:
     architecture = Counted(module.eval(), lambda x: x)
-    answers = TracedForward(architecture, traces)
-    parameters, buffers = (
-        architecture.views(architecture.flatten(module)),
-        dict(module.named_buffers()),
-    )
-    return (
-        answers,
-        architecture,
-        lambda x, variant=None: answers(parameters, buffers, x, None, variant),
-    )
+    traced = TracedForward(architecture, traces)
+    parameters = architecture.views(architecture.flatten(module))
+    buffers = dict(module.named_buffers())
+
+    def run(x: Tensor, variant: Hashable = None) -> tuple[Tensor, Tensor]:
+        return traced(parameters, buffers, x, None, variant)
+
+    return architecture, run
 
 
 @pytest.mark.parametrize(
@@ -67,21 +65,21 @@ def answers_of(
         lambda: nn.Sequential(nn.Flatten(), mlp(128, [5], 3)),
     ],
 )
-def test_a_pass_that_comes_again_is_a_program_that_answers_as_the_module_does(
+def test_a_repeated_pass_becomes_a_program_with_the_modules_outputs(
     build: Callable[[], nn.Module],
 ) -> None:
     module, x = build(), torch.randn(5, 2, 8, 8)
-    _, architecture, ask = answers_of(module)
+    architecture, run = traced_of(module)
     for _ in range(ENOUGH + 3):
         x = torch.randn(5, 2, 8, 8)
-        logits, features = ask(x)
+        logits, features = run(x)
         assert torch.allclose(logits, module(x), atol=1e-5)
         assert features.shape[0] == 5
     assert architecture.calls == ENOUGH + 2  # once more to trace, and once to compare
 
 
 class Sized(nn.Module):
-    """What it computes has the number of examples in it."""
+    """Multiplies by the number of examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,23 +99,22 @@ def test_a_program_serves_other_numbers_of_examples_if_it_can(
     build: Callable[[], nn.Module], extra: int
 ) -> None:
     module = build()
-    _, architecture, ask = answers_of(module)
+    architecture, run = traced_of(module)
     for _ in range(ENOUGH + 2):
-        ask(torch.randn(5, 4))
+        run(torch.randn(5, 4))
     assert architecture.calls == ENOUGH + 2
     for _ in range(3):
         for number in (7, 5, 1):
             x = torch.randn(number, 4)
-            assert torch.allclose(ask(x)[0], module(x), atol=1e-5)
-    assert (
-        architecture.calls == ENOUGH + 4 + 2 * extra
-    )  # each number is compared once, and traced if it must be
+            assert torch.allclose(run(x)[0], module(x), atol=1e-5)
+    # Each number of examples is compared once, and traced if it must be.
+    assert architecture.calls == ENOUGH + 4 + 2 * extra
 
 
 def test_without_traces_every_pass_is_the_modules_own() -> None:
-    _, architecture, ask = answers_of(mlp(4, [5], 3), traces=False)
+    architecture, run = traced_of(mlp(4, [5], 3), traces=False)
     for _ in range(ENOUGH + 3):
-        ask(torch.randn(5, 4))
+        run(torch.randn(5, 4))
     assert architecture.calls == ENOUGH + 3
 
 
@@ -126,30 +123,29 @@ def test_each_column_of_a_progressive_network_has_a_program_of_its_own() -> None
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.normal_()
-    _, _, ask = answers_of(network)
+    _, run = traced_of(network)
     x, found = torch.randn(5, 4), []
     for shown in (0, 1) * (ENOUGH + 2):
         network.shown = shown
-        found.append(ask(x, shown)[0])
+        found.append(run(x, shown)[0])
         assert torch.allclose(found[-1], network(x), atol=1e-5)
     assert not torch.allclose(found[0], found[1])
 
 
-def test_a_module_that_cannot_be_traced_answers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_that_cannot_be_traced_is_called(caplog: pytest.LogCaptureFixture) -> None:
     module = Moody()
-    _, architecture, ask = answers_of(module)
+    architecture, run = traced_of(module)
     for sign in (1, -1, 1, -1, 1, -1):
         x = sign * torch.rand(5, 4)
-        assert torch.allclose(ask(x)[0], module(x))
-    ask(torch.rand(7, 4))
-    assert (
-        caplog.text.count("forward passes are not traced") == 1
-    )  # whatever the number of examples
+        assert torch.allclose(run(x)[0], module(x))
+    run(torch.rand(7, 4))
+    # Once, though there are two numbers of examples.
+    assert caplog.text.count("forward passes are not traced") == 1
     assert architecture.calls >= 6
 
 
 class Fickle(nn.Module):
-    """Every other answer is turned round, and a trace would not see it."""
+    """Negates its outputs in every second pass, which a trace would not see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,45 +157,42 @@ class Fickle(nn.Module):
         return out if self.calls % 2 else -out
 
 
-def test_a_program_that_answers_otherwise_than_the_module_is_not_used(
+def test_a_program_with_other_outputs_than_the_module_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     module = Fickle()
-    _, _, ask = answers_of(module)
+    _, run = traced_of(module)
     x = torch.rand(5, 4)
     for _ in range(ENOUGH + 4):
-        answer = ask(x)[0]
-        assert torch.allclose(answer, module.fc(x) * (1 if module.calls % 2 else -1))
+        logits = run(x)[0]
+        assert torch.allclose(logits, module.fc(x) * (1 if module.calls % 2 else -1))
     assert "computes something else than the module" in caplog.text
 
 
-def test_a_run_that_has_diverged_answers_by_itself_and_says_nothing_of_the_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_run_that_has_diverged_verifies_no_program(caplog: pytest.LogCaptureFixture) -> None:
     architecture = Counted(mlp(4, [5], 3).eval(), lambda x: x)
-    answers, row = TracedForward(architecture, True), architecture.flatten(architecture.module)
+    run, row = TracedForward(architecture, True), architecture.flatten(architecture.module)
     lost = architecture.views(torch.full_like(row, torch.nan))
     for _ in range(ENOUGH + 1):
-        assert answers(lost, {}, torch.rand(5, 4), None)[0].isnan().all()
+        assert run(lost, {}, torch.rand(5, 4), None)[0].isnan().all()
     x = torch.rand(5, 4)
     for _ in range(2):
-        assert torch.allclose(
-            answers(architecture.views(row), {}, x, None)[0], architecture.module(x)
-        )
-    assert answers(lost, {}, torch.rand(7, 4), None)[0].isnan().all()
+        logits, _ = run(architecture.views(row), {}, x, None)
+        assert torch.allclose(logits, architecture.module(x))
+    assert run(lost, {}, torch.rand(7, 4), None)[0].isnan().all()
     assert not caplog.records
 
 
 def test_images_of_another_layout_have_a_program_of_their_own() -> None:
     module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
-    _, _, ask = answers_of(module)
+    _, run = traced_of(module)
     for layout in (torch.contiguous_format, torch.channels_last):
         for _ in range(ENOUGH + 2):
             x = torch.rand(5, 2, 8, 8).contiguous(memory_format=layout)
-            assert torch.allclose(ask(x)[0], module(x), atol=1e-5)
+            assert torch.allclose(run(x)[0], module(x), atol=1e-5)
 
 
-def test_no_convolution_is_timed_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_convolution_is_timed_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watching(nn.Linear):
         seen: list[bool] = []
 
@@ -208,7 +201,7 @@ def test_no_convolution_is_timed_for_an_answer(monkeypatch: pytest.MonkeyPatch) 
             return super().forward(x)
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    _, _, ask = answers_of(Watching(4, 3))
+    _, run = traced_of(Watching(4, 3))
     with monkeypatch.context() as patched:
         patched.setattr(
             module_under_test,
@@ -216,9 +209,9 @@ def test_no_convolution_is_timed_for_an_answer(monkeypatch: pytest.MonkeyPatch) 
             lambda function: nn.Module() and type("Made", (), {"forward": staticmethod(function)}),
         )
         for _ in range(ENOUGH + 3):  # a program is among them
-            ask(torch.rand(5, 4))
+            run(torch.rand(5, 4))
     with pytest.raises(RuntimeError):
-        ask(torch.rand(5, 9))
+        run(torch.rand(5, 9))
     assert len(Watching.seen) > ENOUGH + 3
     assert not any(Watching.seen)
     assert torch.backends.cudnn.benchmark

@@ -1,4 +1,4 @@
-"""Answers that are captured."""
+"""Forward passes as CUDA graphs, simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Simulated(ForwardGraphs):
     def _record(self, device: torch.device, work: Callable[[], None]) -> Any:
         Simulated.recorded += 1
         graph = Graph(GENERATOR)
-        with Recording(graph) as branches:
+        with Recording(graph) as streams:
             work()
-            branches.end_step()
-            branches.join()
+            streams.end_step()
+            streams.join()
         graph.undo()
         return graph
 
@@ -78,7 +78,7 @@ def truth(learners: Fleet, given: Batch) -> Tensor:
     [(lambda: small_net(6), (6,)), (lambda: ResNet(4, 6, (1, 1)), (3, 8, 8))],
     ids=["net", "residual"],
 )
-def test_captured_answers_are_those_of_the_moment(
+def test_captured_passes_use_the_current_parameters_and_buffers(
     build: Callable[[], torch.nn.Module], shape: tuple[int, ...]
 ) -> None:
     learners = runs(build)
@@ -92,18 +92,12 @@ def test_captured_answers_are_those_of_the_moment(
             given = batch(n, *shape)
             found = learners.forward(given)
             assert torch.allclose(found.logits, truth(learners, given), atol=1e-5), step
-            assert torch.allclose(
-                found.features,
-                learners._run_by_run(
-                    learners.architecture.views(learners.theta), learners.buffers, given.x, None
-                )[1],
-                atol=1e-5,
-            )
+            parameters = learners.architecture.views(learners.theta)
+            _, features = learners._run_by_run(parameters, learners.buffers, given.x, None)
+            assert torch.allclose(found.features, features, atol=1e-5)
             kept += [(found.logits, found.logits.clone()), (found.features, found.features.clone())]
     assert Simulated.recorded == 2
-    assert all(
-        torch.equal(one, other) for one, other in kept
-    )  # nobody writes over what was given away
+    assert all(torch.equal(one, other) for one, other in kept), "results are written over"
 
 
 def test_other_parameters_and_large_batches_are_not_captured(
@@ -124,7 +118,7 @@ def test_other_parameters_and_large_batches_are_not_captured(
     assert torch.allclose(twice, truth(learners, given))
 
 
-def test_each_column_of_a_progressive_network_is_captured_for_itself(
+def test_each_column_of_a_progressive_network_has_a_graph_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward, "LONG_ENOUGH", 3)
@@ -139,7 +133,7 @@ def test_each_column_of_a_progressive_network_is_captured_for_itself(
     assert Simulated.recorded == 2
 
 
-def test_what_cannot_be_captured_is_answered_all_the_same(
+def test_passes_that_cannot_be_captured_run_without_a_graph(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(self: ForwardGraphs, *_: Any) -> Any:
@@ -152,7 +146,7 @@ def test_what_cannot_be_captured_is_answered_all_the_same(
     assert caplog.text.count("forward passes are not captured: no graphs today") == 1
 
 
-def test_only_so_many_graphs_are_made() -> None:
+def test_the_number_of_graphs_is_limited() -> None:
     learners = runs(lambda: small_net(6))
     for _ in range(3):
         for n in range(4, 12):
@@ -162,7 +156,7 @@ def test_only_so_many_graphs_are_made() -> None:
 
 
 class Fickle(torch.nn.Module):
-    """Every other answer is turned round."""
+    """Negates its outputs in every second pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +178,7 @@ def test_a_module_that_is_not_traced_is_not_captured_either() -> None:
     assert Simulated.recorded == 0
 
 
-def test_answers_follow_what_lies_elsewhere_now() -> None:
+def test_passes_follow_parameters_and_buffers_that_moved() -> None:
     learners, given = runs(lambda: ResNet(4, 6, (1, 1))), batch(5, 3, 8, 8)
     for _ in range(4):
         learners.forward(given)
@@ -213,8 +207,8 @@ def test_inside_a_capture_nothing_else_is_captured() -> None:
         learners.forward(given)
     graph, found = Graph(GENERATOR), list[Tensor]()
     learners._forward_graphs, Simulated.recorded = Simulated(), 0
-    with Recording(graph) as branches:
+    with Recording(graph) as streams:
         for n in (5, 9):
             found.append(learners.forward(batch(n, 6)).logits)
-        branches.join()
+        streams.join()
     assert Simulated.recorded == 0

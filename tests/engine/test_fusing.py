@@ -33,20 +33,17 @@ def loss(outputs: Tensor, slots: Tensor, _: object) -> Tensor:
 
 
 def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
-    """The program of a gradient of the module as for a GPU, after it was compared with autograd, and how often it has which operation."""
+    """The program of a module's gradient as for a GPU, and how often it has each operation.
+
+    It is compared with autograd.
+    """
     torch.manual_seed(1)
-    architecture, buffers = (
-        Architecture(module, lambda x: x, channels_last=True),
-        dict(module.named_buffers()),
-    )
+    architecture = Architecture(module, lambda x: x, channels_last=True)
+    buffers = dict(module.named_buffers())
     row = _Row(architecture, loss, tuple(buffers), False, ())
     x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
-    arguments = [
-        *architecture.views(architecture.flatten(module)),
-        *buffers.values(),
-        x,
-        torch.arange(IMAGES),
-    ]
+    parameters = architecture.views(architecture.flatten(module))
+    arguments = [*parameters, *buffers.values(), x, torch.arange(IMAGES)]
     found = architecture.views(torch.zeros(architecture.width))[architecture.frozen :]
     made = trace(row, row.safe(arguments), found, on_gpu=True)
     mine, truth = row.safe(arguments), row.safe(arguments)
@@ -80,19 +77,12 @@ def test_batch_norm_of_a_residual_network_takes_in_sums_and_relus_and_their_deri
 def test_convolutions_with_few_channels_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     net = ResNet(4, CLASSES, (2, 2), 4).train()
     _, all_ = program(deepcopy(net))
-    assert (
-        all_["convolve.default"],
-        all_["convolve_inputs.default"],
-        all_["convolve_weights.default"],
-    ) == (10, 9, 10)
+    ours = ("convolve.default", "convolve_inputs.default", "convolve_weights.default")
+    assert [all_[name] for name in ours] == [10, 9, 10]
     assert not all_.keys() & {"convolution.default", "convolution_backward.default"}
     monkeypatch.setattr(fusing, "NARROW", 4)
     _, narrow = program(deepcopy(net))
-    assert (
-        narrow["convolve.default"],
-        narrow["convolve_inputs.default"],
-        narrow["convolve_weights.default"],
-    ) == (5, 4, 5)
+    assert [narrow[name] for name in ours] == [5, 4, 5]
     assert narrow["convolution_backward.default"] == 5
 
 
@@ -108,7 +98,7 @@ def test_convolutions_that_make_few_channels_of_many_are_left_to_torch(
     assert count["convolve.default"] == 1 + ours
 
 
-def test_columns_in_which_nothing_is_learnt_are_as_in_answers() -> None:
+def test_columns_in_which_nothing_is_learnt_are_as_in_evaluation() -> None:
     net = Progressive(
         lambda: ResNet(4, CLASSES, (2, 2), 4), 3, input_laterals=True, lateral_biases=True
     ).train()
@@ -142,7 +132,7 @@ def test_kernels_are_tried_out_in_inference_mode_too() -> None:
 
 def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(t: Tensor) -> Tensor:
-        """To ten bits, as matrix units do it."""
+        """Cut to ten bits, as matrix units do."""
         return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
     def coarse(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -215,10 +205,9 @@ class Odd(nn.Module):
         self.fc = nn.LazyLinear(CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.fc(
-            self.then(self.norm(self.conv(x)), self.other(self.twin(x))).flatten(1)
-        )
-        return answer
+        both = self.then(self.norm(self.conv(x)), self.other(self.twin(x)))
+        out: Tensor = self.fc(both.flatten(1))
+        return out
 
 
 def odd(then: Callable[[Tensor, Tensor], Tensor], **options: object) -> Odd:
@@ -365,10 +354,8 @@ def test_a_stride_that_does_not_divide_the_image_leaves_the_gradient_to_torch_an
     )
     net(torch.randn(2, 4, 8, 8))
     _, count = program(net.train())
-    assert (count.get("convolve.default", 0), count.get("convolve_weights.default", 0)) == (
-        forward,
-        backward,
-    )
+    found = count.get("convolve.default", 0), count.get("convolve_weights.default", 0)
+    assert found == (forward, backward)
 
 
 def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,17 +371,8 @@ def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatc
                 g, x, weight, running_mean, running_var, mean, inverse, _, eps, _ = node.args
                 node.target = aten.cudnn_batch_norm_backward.default
                 assert isinstance(mean, fx.Node)
-                node.args = (
-                    x,
-                    g,
-                    weight,
-                    running_mean,
-                    running_var,
-                    mean,
-                    inverse,
-                    eps,
-                    kept[mean.args[0]],
-                )
+                statistics = (running_mean, running_var, mean, inverse)
+                node.args = (x, g, weight, *statistics, eps, kept[mean.args[0]])
         fusing.fuse(graph)
 
     kept: dict[Any, fx.Node] = {}
@@ -405,7 +383,7 @@ def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", THEN)
-def test_whatever_comes_behind_batch_norm_the_program_computes_it(name: str) -> None:
+def test_programs_compute_everything_that_may_come_behind_batch_norm(name: str) -> None:
     then, expected = THEN[name]
     _, count = program(odd(then))
     assert {key: count.get(key, 0) for key in expected} == expected
@@ -423,33 +401,26 @@ def test_whatever_comes_behind_batch_norm_the_program_computes_it(name: str) -> 
     ],
     ids=str,
 )
-def test_whatever_the_convolution_is_like_the_program_computes_it(
-    options: dict[str, object],
-) -> None:
+def test_programs_compute_convolutions_of_every_kind(options: dict[str, object]) -> None:
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(
-                4, 4, **({"kernel_size": 3, "padding": 1, "bias": False} | options)
-            )  # type: ignore[arg-type]
+            window: Any = {"kernel_size": 3, "padding": 1, "bias": False} | options
+            self.conv = nn.Conv2d(4, 4, **window)
             self.norm = nn.BatchNorm2d(4)  # whose gradient lies channels last
             self.fc = nn.LazyLinear(CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
-            answer: Tensor = self.fc(self.norm(self.conv(self.conv(x))).flatten(1))
-            return answer
+            out: Tensor = self.fc(self.norm(self.conv(self.conv(x))).flatten(1))
+            return out
 
     net = Net()
     net(torch.randn(2, 4, 8, 8))
     _, count = program(net.train())
-    plain = options.keys() & {"stride", "padding"} == options.keys() and options.get("stride") != (
-        1,
-        2,
-    )
-    assert (count.get("convolve.default", 0), count.get("convolve_inputs.default", 0)) == (
-        (2, 1) if plain else (0, 0)
-    )
+    plain = options.keys() <= {"stride", "padding"} and options.get("stride") != (1, 2)
+    found = count.get("convolve.default", 0), count.get("convolve_inputs.default", 0)
+    assert found == ((2, 1) if plain else (0, 0))
 
 
 @pytest.mark.parametrize(

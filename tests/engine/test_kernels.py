@@ -1,4 +1,7 @@
-"""Our kernels against plain torch in float64: on a GPU, or anywhere by Triton's interpreter (`TRITON_INTERPRET=1`, with Triton installed)."""
+"""Our kernels against plain torch in float64.
+
+They run on a GPU, or with Triton installed anywhere by its interpreter (`TRITON_INTERPRET=1`).
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "by_kernels", lambda *_: True)
-    if INTERPRETED:
-        monkeypatch.setattr(
-            torch.backends.cudnn, "allow_tf32", False
-        )  # the interpreter multiplies the bits of bfloat16
+    if INTERPRETED:  # which multiplies the bits of bfloat16
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def images(*shape: int, around: float = 0.0) -> Tensor:
@@ -90,9 +91,8 @@ def test_batch_norm_and_what_surrounds_it_and_its_gradient(
     exact = [t.double() for t in running]
 
     a, w, b = (t.double().requires_grad_() for t in (x, weight, bias))
-    y = functional.batch_norm(a, exact[0], exact[1], w, b, True, 0.1, 1e-3) + (
-        0 if shortcut is None else shortcut.double()
-    )
+    y = functional.batch_norm(a, exact[0], exact[1], w, b, True, 0.1, 1e-3)
+    y = y + (0 if shortcut is None else shortcut.double())
 
     out, mean, inverse = norm(x, weight, bias, shortcut, *running, 0.1, 1e-3, relu)
     assert out.is_contiguous(memory_format=torch.channels_last)
@@ -102,9 +102,8 @@ def test_batch_norm_and_what_surrounds_it_and_its_gradient(
     assert close(running[0], exact[0])
     assert close(running[1], exact[1], 1e-5)
 
-    z = (g.double() + (0 if extra is None else extra.double())) * (
-        out > 0 if relu else 1
-    )  # float64 may have another sign next to zero
+    # By the sign of the outputs: in float64 it may be another one next to zero.
+    z = (g.double() + (0 if extra is None else extra.double())) * (out > 0 if relu else 1)
     expected = torch.autograd.grad(y, (a, w, b), z)
     for keep in (False, True):
         *found, kept = norm_backward(
@@ -119,12 +118,8 @@ def test_batch_norm_without_running_statistics_moves_none() -> None:
         x = images(*shape)
         weight, bias = torch.rand(shape[1], device=DEVICE), torch.randn(shape[1], device=DEVICE)
         out, *_ = norm(x, weight, bias, None, None, None, 0.1, 1e-5, True)
-        assert close(
-            out,
-            functional.batch_norm(
-                x.double(), None, None, weight.double(), bias.double(), True
-            ).relu(),
-        )
+        wide = x.double(), None, None, weight.double(), bias.double()
+        assert close(out, functional.batch_norm(*wide, True).relu())
 
 
 @pytest.mark.parametrize("shape", [(3, 20, 5, 5), (5, 20, 32, 32)], ids=str)
@@ -142,19 +137,8 @@ def test_weights_and_statistics_may_lie_anywhere(shape: tuple[int, ...]) -> None
     assert all(torch.equal(one, other) for one, other in zip(back, again, strict=True))
     w = images(20, 20, 3, 3)
     columns = table.unbind(1)
-    one, other = (
-        convolve_norm(
-            x,
-            w,
-            1,
-            1,
-            *(column.clone() if cloned else column for column in columns),
-            1e-3,
-            None,
-            True,
-        )
-        for cloned in (False, True)
-    )
+    one = convolve_norm(x, w, 1, 1, *columns, 1e-3, None, True)
+    other = convolve_norm(x, w, 1, 1, *(column.clone() for column in columns), 1e-3, None, True)
     assert torch.equal(one, other)
 
 
@@ -171,13 +155,8 @@ def test_what_is_not_a_number_stays_so(shape: tuple[int, ...], by_out: bool) -> 
     )
     assert found[0][:, 3].isnan().all()
     assert torch.equal(kept[:, 3], g[:, 3])  # as torch's derivative of ReLU
-    assert (
-        convolve_norm(
-            x, images(4, 20, 3, 3), 1, 1, *torch.ones(4, 4, device=DEVICE), 1e-3, None, True
-        )[0, :, 2, 2]
-        .isnan()
-        .all()
-    )
+    w, four = images(4, 20, 3, 3), torch.ones(4, 4, device=DEVICE)
+    assert convolve_norm(x, w, 1, 1, *four, 1e-3, None, True)[0, :, 2, 2].isnan().all()
 
 
 def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None:

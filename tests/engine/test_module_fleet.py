@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,7 +82,7 @@ def test_an_optimizer_leaves_frozen_parameters_alone() -> None:
     assert (fleet.theta[:, start:] != before[:, start:]).any()
 
 
-def test_an_optimizer_that_puts_new_tensors_in_place_of_the_old_ones_is_put_up_with() -> None:
+def test_parameters_stay_views_if_an_optimizer_replaces_their_tensors() -> None:
     class Careless(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
@@ -98,7 +100,7 @@ def test_an_optimizer_that_puts_new_tensors_in_place_of_the_old_ones_is_put_up_w
     assert torch.allclose(fleet.theta, twin.theta, atol=1e-6)
 
 
-def test_batch_norm_statistics_move_in_steps_and_not_in_passes_that_must_not_move_them() -> None:
+def test_batch_norm_statistics_move_in_steps_alone() -> None:
     module = Normed()
     fleet = ModuleFleet(module, SLOTS, 0.1)
     for step in range(3):
@@ -126,9 +128,7 @@ class Reassigning(nn.Module):
         return out
 
 
-def test_a_buffer_that_is_assigned_anew_moves_in_steps_and_comes_back_after_passes_that_must_not_move_it() -> (
-    None
-):
+def test_a_buffer_that_is_assigned_anew_is_restored_after_passes_that_must_not_move_it() -> None:
     module = Reassigning()
     fleet = ModuleFleet(module, SLOTS, 0.1)
     fleet.learn(follow(fleet), batch_of(1))
@@ -149,6 +149,29 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         fleet.learn(huge, batch_of(1, seed=2))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert fleet.steps == 1
+
+
+def test_going_back_restores_every_attribute_that_growth_and_a_step_assign() -> None:
+    module = small_net()
+    fleet = ModuleFleet(module, SLOTS, 0.1)
+
+    def grown() -> nn.Module:
+        module[2] = nn.Linear(5, 10)  # type: ignore[operator]
+        return module
+
+    fleet.learn(follow(fleet), batch_of(1))
+    mark, before = fleet.marked(), dict(vars(fleet))
+    fleet.rebuild(grown)
+    fleet.compete(Slots(separate_heads(5, 2)))
+    fleet.traced_sizes = {10}
+    fleet.measures = True
+    both = Follow(lambda b: fleet.grad(b)[0] + fleet.grad(batch_of(1, seed=2))[0])
+    fleet.learn(both, batch_of(1, seed=1))
+    fleet.measures = False
+    fleet.go_back(mark)
+    after: dict[str, Any] = vars(fleet)
+    assert [name for name, value in before.items() if after[name] is not value] == []
+    assert fleet.step.tolist() == [fleet.steps] == [1]
 
 
 def test_dropout_is_a_function_of_seed_and_step_and_leaves_torchs_generator_alone() -> None:

@@ -1,4 +1,4 @@
-"""Steps that are captured and launched, on a CPU that simulates it; `test_captured.py` does it on a GPU."""
+"""Steps as CUDA graphs, simulated on a CPU; `test_captured.py` has them on a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_stretches_of_any_length_end_where_single_steps_do(
     ],
 )
 @pytest.mark.parametrize("ragged", [False, True])
-def test_replayed_in_any_order_that_their_waits_allow_steps_end_where_eager_ones_do(
+def test_captured_steps_end_where_eager_ones_do_in_any_order_that_their_waits_allow(
     method: str, ragged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(step_graphs, "STRETCH", 5)  # no divisor of anything here
@@ -102,7 +102,7 @@ def test_replayed_in_any_order_that_their_waits_allow_steps_end_where_eager_ones
 
 
 @pytest.mark.parametrize("learning_rate", [0.1, 1e30])
-def test_a_run_that_diverges_does_not_keep_the_others_from_being_replayed(
+def test_steps_are_captured_even_if_a_run_diverges(
     learning_rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
@@ -114,7 +114,7 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_replayed(
 
 
 class EverySecond(Er):
-    """Asks its memory for something in every second step, and otherwise for the same or for something else."""
+    """Draws from its memory in every second step, and `otherwise` examples in the others."""
 
     otherwise = 0
 
@@ -134,7 +134,7 @@ class EverySecond(Er):
 
 
 @pytest.mark.parametrize("otherwise", [0, 3, 2])
-def test_a_step_that_asks_the_memory_now_and_then_gets_what_is_its_own(
+def test_a_captured_step_that_draws_now_and_then_gets_its_own_examples(
     otherwise: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(step_graphs, "STRETCH", 4)
@@ -161,31 +161,16 @@ def test_a_method_that_reads_the_task_is_captured_for_each_task(
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(201, marks=pytest.mark.long)])
-def test_steps_of_a_long_period_are_replayed_one_by_one_and_its_last_by_another_graph(
+def test_a_long_period_has_one_graph_for_its_last_step_and_one_for_the_others(
     every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_graphs, "LONGEST", 6)
-    options, eager, captured = METHODS["rwalk"].learner.options(fisher_every=every), Ends(), Ends()
-    train(
-        digits("permuted-digits"),
-        "cv",
-        METHODS["rwalk"],
-        runs(METHODS["rwalk"]),
-        SETUP,
-        options,
-        keeper=eager,
-    )
+    method, eager, captured = METHODS["rwalk"], Ends(), Ends()
+    stream, options = digits("permuted-digits"), method.learner.options(fisher_every=every)
+    train(stream, "cv", method, runs(method), SETUP, options, keeper=eager)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "launched", 0)
-    train(
-        digits("permuted-digits"),
-        "cv",
-        METHODS["rwalk"],
-        runs(METHODS["rwalk"]),
-        SETUP,
-        options,
-        keeper=captured,
-    )
+    train(stream, "cv", method, runs(method), SETUP, options, keeper=captured)
     assert Simulated.launched > 200
     same_bits(eager, captured)
 
@@ -198,20 +183,20 @@ def test_the_second_pass_is_captured_though_tasks_differ_in_length(
     reviews: list[bool] = []
     launch = Simulated._launch
 
-    def noted(self: Simulated, *arguments: Any) -> None:
+    def watched(self: Simulated, *arguments: Any) -> None:
         reviews.append(not self._learns)
         launch(self, *arguments)
 
-    monkeypatch.setattr(Simulated, "_launch", noted)
+    monkeypatch.setattr(Simulated, "_launch", watched)
     train(ToyStream(True), "ev", METHODS[method], runs(METHODS[method]), SETUP)
     assert any(reviews)
 
 
 def test_a_checkpoint_that_falls_into_a_stretch_is_written_after_it(tmp_path: Path) -> None:
     keeper = Checkpoints(tmp_path, "fleet", every=50)
-    assert [
-        keeper.due(*at) for at in ((20, 0), (40, 20), (60, 40), (80, 60), (100, 80), (0, 0))
-    ] == [False, False, True, False, True, True]
+    stretches = (20, 0), (40, 20), (60, 40), (80, 60), (100, 80), (0, 0)
+    due = [keeper.due(*at) for at in stretches]
+    assert due == [False, False, True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -223,28 +208,22 @@ def test_a_checkpoint_that_falls_into_a_stretch_is_written_after_it(tmp_path: Pa
         pytest.param("rwalk", "authors", marks=pytest.mark.long),
     ],
 )
-def test_residual_networks_are_replayed_too(
+def test_steps_of_residual_networks_are_captured_too(
     method: str, norm: Constants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found, eager, captured, setup = (
-        METHODS[method],
-        Ends(),
-        Ends(),
-        replace(RESIDUAL, batch_norm=norm),
-    )
+    found, setup = METHODS[method], replace(RESIDUAL, batch_norm=norm)
+    stream, eager, captured = digits("split-digits", 25), Ends(), Ends()
     small = {"fisher_every": 3, "reference_batch": 9}
     options = replace(
         found.learner.options(),
         **{key: value for key, value in small.items() if hasattr(found.learner.options(), key)},
     )
     monkeypatch.setattr(gradients, "trace", partial(trace, on_gpu=True))
-    train(digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=eager)
+    train(stream, "cv", found, runs(found, 2), setup, options, keeper=eager)
     monkeypatch.setattr("onepass.protocol.StepGraphs", Simulated)
     monkeypatch.setattr(Simulated, "launched", 0)
     with caplog.at_level(logging.WARNING):
-        train(
-            digits("split-digits", 25), "cv", found, runs(found, 2), setup, options, keeper=captured
-        )
+        train(stream, "cv", found, runs(found, 2), setup, options, keeper=captured)
     assert not caplog.records
     assert Simulated.launched > 8
     same_bits(eager, captured)
@@ -259,9 +238,7 @@ def test_regions_that_share_a_byte_meet(data: st.DataObject) -> None:
     matrix = torch.arange(rows * columns).view(rows, columns)
 
     def part() -> Tensor:
-        begin, end = sorted(
-            (data.draw(st.integers(0, columns)), data.draw(st.integers(0, columns)))
-        )
+        begin, end = sorted(data.draw(st.integers(0, columns)) for _ in range(2))
         top = data.draw(st.integers(0, rows - 1))
         piece = matrix[top : data.draw(st.integers(top + 1, rows)), begin:end]
         return piece.mT if data.draw(st.booleans()) else piece[:, :: data.draw(st.integers(1, 3))]
@@ -275,7 +252,7 @@ def test_regions_that_share_a_byte_meet(data: st.DataObject) -> None:
         assert second.meets(first)
 
 
-def test_whatever_meets_a_region_meets_those_that_cover_it() -> None:
+def test_a_region_that_meets_another_meets_those_that_cover_it() -> None:
     block = torch.zeros(3, 4, 5)
     some = [
         one for part in product(PARTS, PARTS, PARTS) if (one := region(block[part])) is not None
@@ -287,11 +264,8 @@ def test_whatever_meets_a_region_meets_those_that_cover_it() -> None:
 
 def test_the_rows_of_two_runs_do_not_meet_whatever_shapes_their_parameters_have() -> None:
     gradient = torch.zeros(2, 60)
-    convolution, matrix = (
-        gradient[0, :36].view(2, 3, 3, 2).movedim(-1, 1),
-        gradient[1, 36:].view(4, 6),
-    )
-    one, other = region(convolution), region(matrix)
+    convolution = gradient[0, :36].view(2, 3, 3, 2).movedim(-1, 1)
+    one, other = region(convolution), region(gradient[1, 36:].view(4, 6))
     assert one is not None
     assert other is not None
     assert not one.meets(other)
@@ -323,7 +297,7 @@ CHANGES: list[Callable[[dict[str, Any]], Any]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_the_host_changes_is_noticed(change: Callable[[dict[str, Any]], Any]) -> None:
+def test_every_change_on_the_host_is_noticed(change: Callable[[dict[str, Any]], Any]) -> None:
     values: dict[str, Any] = {"list": [], "number": 1, "tensor": torch.zeros(2), "map": {"a": 1}}
     values |= {"deep": {"er": []}, "queue": deque(), "array": np.zeros(2)}
     before = step_graphs._fingerprint(values)
@@ -334,7 +308,7 @@ def test_whatever_the_host_changes_is_noticed(change: Callable[[dict[str, Any]],
 
 
 class Full(Simulated):
-    """A device whose memory is used up while steps are captured, of which the graph tells in words of its own."""
+    """A device without memory left for a capture, of which the graph makes another error."""
 
     def _record(self, work: Any) -> Any:
         try:
@@ -384,23 +358,19 @@ def test_a_method_that_does_things_on_the_host_is_taken_step_by_step(
     assert f"one by one, not captured: a step changes {word} on the host" in caplog.text
 
 
-def test_every_learner_says_what_its_steps_depend_on() -> None:
+def test_every_learner_but_gem_can_be_captured() -> None:
     stream = ToyStream(shared=True)
     for name in set(METHODS) - {"icarl"}:
         *_, learner = assemble(stream, "ev", METHODS[name], runs(METHODS[name]), SETUP)
         learner.begin_task(0)
-        assert (learner.capture() is not None) == (
-            name != "gem"
-        )  # which needs a GPU to solve its dual without the host
+        # Gem needs a GPU to solve its dual problem without the host.
+        assert (learner.capture() is not None) == (name != "gem")
 
 
-def test_batch_norm_is_known_to_write_its_running_statistics_and_its_backward_pass_not_to() -> None:
+def test_batch_norm_writes_its_running_statistics_and_its_backward_pass_does_not() -> None:
     x, weight, bias, mean, variance, out = (torch.randn(3, 4), *torch.ones(4, 4), torch.randn(3, 4))
-    _, writes = _touched(
-        torch.ops.aten.native_batch_norm.default,
-        (x, weight, bias, mean, variance, True, 0.1, 1e-5),
-        {},
-    )
+    forward = torch.ops.aten.native_batch_norm.default
+    _, writes = _touched(forward, (x, weight, bias, mean, variance, True, 0.1, 1e-5), {})
     assert writes == [region(mean), region(variance)]
     arguments = (out, x, weight, mean, variance, mean, variance, True, 1e-5, [True] * 3)
     assert _touched(torch.ops.aten.native_batch_norm_backward.default, arguments, {})[1] == []

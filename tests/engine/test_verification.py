@@ -1,4 +1,4 @@
-"""A program is compared with plain autograd before it is used."""
+"""A traced program is verified against plain autograd before it is used."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ as_on_a_gpu = partial(trace, on_gpu=True)
 
 
 class Unused(nn.Module):
-    """Has a parameter whose gradient is zero whatever comes."""
+    """Has a parameter whose gradient is always zero."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.unused = nn.Linear(6, 8), nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.layer(x)
-        return answer
+        out: Tensor = self.layer(x)
+        return out
 
 
 class Masked(nn.Module):
@@ -49,12 +49,12 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((6, 6), -torch.inf).triu_(1)
         q = self.layer(x[..., None])
-        answer: Tensor = self.head((torch.softmax(q @ q.mT + mask, -1) @ q).mean(-2))
-        return answer
+        out: Tensor = self.head((torch.softmax(q @ q.mT + mask, -1) @ q).mean(-2))
+        return out
 
 
 class Warm(nn.Module):
-    """Counts its passes, and answers louder and louder."""
+    """Counts its passes, and its outputs grow with each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Warm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
-        answer: Tensor = self.head(torch.tanh(self.body(x))) * min(1.0, self.passes / 100)
-        return answer
+        out: Tensor = self.head(torch.tanh(self.body(x))) * min(1.0, self.passes / 100)
+        return out
 
 
 def changed(
@@ -123,7 +123,7 @@ def test_a_wrong_program_is_not_used_though_the_model_writes_into_constants(
     assert "and in float64 its gradient is off by 0.5" in caplog.text
 
 
-def test_gradients_of_zero_do_not_judge(
+def test_gradients_of_zero_verify_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("onepass.engine.gradients.trace", changed(halved))
@@ -141,8 +141,8 @@ def test_gradients_of_zero_do_not_judge(
     assert "off by 0.5" in caplog.text
 
 
-class Telling(nn.Linear):
-    """Does not like float64."""
+class FailsInDouble(nn.Linear):
+    """Returns NaN in float64."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (torch.nan if x.dtype == torch.float64 else 1.0)
@@ -152,12 +152,12 @@ def test_a_program_that_is_off_is_not_used_if_nothing_is_finite_in_float64(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("onepass.engine.gradients.trace", changed(halved))
-    fleet, batch = fleet_of(lambda: Telling(6, 8), mode="looped"), batch_of()
+    fleet, batch = fleet_of(lambda: FailsInDouble(6, 8), mode="looped"), batch_of()
     assert torch.allclose(fleet.grad(batch)[0][2], by_hand(fleet, batch, 2)[0], atol=1e-6)
     assert "nothing is finite" in caplog.text
 
 
-def test_no_program_is_made_or_judged_while_steps_are_captured(
+def test_no_program_is_made_or_verified_while_steps_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet, batch = fleet_of(mode="looped"), batch_of()
@@ -171,23 +171,22 @@ def test_no_program_is_made_or_judged_while_steps_are_captured(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_programs_in_half_precision_are_judged_in_float64(
+def test_programs_in_half_precision_are_verified_in_float64(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
-    fleet, batch = images(
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6)
-        ).to(dtype)
-    )
+
+    def convolutional() -> nn.Module:
+        layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6))
+        return nn.Sequential(*layers).to(dtype)
+
+    def normed() -> nn.Module:
+        layers = (nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
+        return nn.Sequential(*layers).to(dtype)
+
+    fleet, batch = images(convolutional)
     fleet.grad(replace(batch, x=batch.x.to(dtype)))
-    batch = batch_of()
-    fleet = fleet_of(
-        lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).to(
-            dtype
-        ),
-        mode="stacked",
-    )
+    fleet, batch = fleet_of(normed, mode="stacked"), batch_of()
     fleet.grad(replace(batch, x=batch.x.to(dtype)))
     assert not caplog.records
 
@@ -195,7 +194,7 @@ def test_programs_in_half_precision_are_judged_in_float64(
 @pytest.mark.parametrize("build", [small_net, Unused])
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("mode", ["looped", "stacked"])
-def test_a_run_that_has_diverged_lets_the_others_judge(
+def test_runs_that_have_not_diverged_verify_the_program(
     mode: Mode,
     right: bool,
     build: Callable[[], nn.Module],
@@ -230,14 +229,14 @@ def test_a_run_that_has_diverged_lets_the_others_judge(
 
 
 @pytest.mark.parametrize(("mode", "most"), [("looped", 14), ("stacked", 22)])
-def test_runs_that_have_all_diverged_are_not_asked_for_ever(
+def test_a_program_is_not_compared_for_ever_if_all_runs_have_diverged(
     mode: Mode, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = 0
+    compared = 0
 
     def watched(*arguments: Any) -> bool:
-        nonlocal asked
-        asked += 1
+        nonlocal compared
+        compared += 1
         return verify_trace(*arguments)
 
     monkeypatch.setattr("onepass.engine.gradients.verify_trace", watched)
@@ -245,7 +244,7 @@ def test_runs_that_have_all_diverged_are_not_asked_for_ever(
     fleet.theta.fill_(torch.nan)
     for _ in range(40):
         fleet.grad(batch_of())
-    assert asked == most
+    assert compared == most
 
 
 @pytest.mark.parametrize("number", [0, 20, 40, 61])
@@ -267,10 +266,8 @@ def test_a_program_with_one_gradient_a_little_too_long_is_not_used(
 def test_a_program_may_round_otherwise_where_a_gradient_is_nothing_but_rounding(
     rounds: bool, scale: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet, batch = (
-        fleet_of(Normed, mode="looped"),
-        batch_of(),
-    )  # whose bias in front of batch-norm has no other gradient
+    # Its bias in front of batch-norm has no other gradient.
+    fleet, batch = fleet_of(Normed, mode="looped"), batch_of()
     parameters, generator = len(fleet.architecture.names), torch.Generator().manual_seed(0)
 
     def otherwise(program: Callable[..., Tensor], given: list[Tensor], outputs: int) -> Tensor:
@@ -320,14 +317,14 @@ def test_no_program_is_made_from_one_that_is_not_used(
     assert caplog.text.count("off by 0.01 of its length, and") == 3
 
 
-def test_a_program_of_images_that_are_stored_as_bytes_is_judged_in_float64(
+def test_a_program_of_images_that_are_stored_as_bytes_is_verified_in_float64(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judged: list[torch.dtype] = []
+    checked: list[torch.dtype] = []
     monkeypatch.setattr("onepass.engine.gradients.trace", as_on_a_gpu)
     monkeypatch.setattr(
         "onepass.engine.verification.check_kernels",
-        lambda _, arguments: judged.append(arguments[0].dtype),
+        lambda _, arguments: checked.append(arguments[0].dtype),
     )
     pool = Pool(
         torch.randint(0, 256, (10, 192), dtype=torch.uint8),
@@ -350,7 +347,7 @@ def test_a_program_of_images_that_are_stored_as_bytes_is_judged_in_float64(
         prepare=pool.prepare_images,
     )
     fleet.grad(Batch(pool.x[None], pool.classes[None]))
-    assert judged == [torch.float32]
+    assert checked == [torch.float32]
     assert not caplog.records
 
 
@@ -389,7 +386,7 @@ def test_kernels_are_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     [ArithmeticError("a kernel is wrong"), torch.OutOfMemoryError("CUDA out of memory.")],
     ids=["wrong", "no room"],
 )
-def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong_or_cannot_be_judged(
+def test_a_program_that_is_off_is_not_used_if_a_kernel_is_wrong_or_cannot_be_checked(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -412,9 +409,8 @@ def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel(
     torch.manual_seed(0)
     x, ones = torch.randn(10, 3, 8, 8), torch.ones(3)
     mean = x.mean((0, 2, 3))
-    bias = (
-        mean - x[0, :, 0, 0]
-    )  # with it the first pixels are zero in float32, and more than that in float64
+    # With this bias the first pixels are zero in float32, and above zero in float64.
+    bias = mean - x[0, :, 0, 0]
     arguments = [torch.randn_like(x), x, ones, bias, mean, ones]
     single, double = (
         norm_backward(t[0], None, *t[1:], None, True, False)[0]
@@ -422,12 +418,10 @@ def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel(
     )
     assert float((single - double).norm()) > 1e-2 * float(double.norm())
     graph = fx.Graph()
-    g, *given = [
-        graph.placeholder(name) for name in ("g", "x", "weight", "bias", "mean", "inverse")
-    ]
-    graph.output(
-        graph.call_function(norm_backward._opoverload, (g, None, *given, None, True, False))
-    )
+    names = ("g", "x", "weight", "bias", "mean", "inverse")
+    g, *given = [graph.placeholder(name) for name in names]
+    inputs = (g, None, *given, None, True, False)
+    graph.output(graph.call_function(norm_backward._opoverload, inputs))
     made = fx.GraphModule({}, graph)
     fusing.check_kernels(made, arguments)
     monkeypatch.setattr(
@@ -439,7 +433,7 @@ def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel(
         fusing.check_kernels(made, arguments)
 
 
-def test_a_program_that_was_traced_in_float32_is_judged_in_float64() -> None:
-    with _in_double():
+def test_a_program_that_was_traced_in_float32_is_verified_in_float64() -> None:
+    with _in_double():  # a traced program names its dtypes
         assert torch.zeros(3, dtype=torch.float32).dtype == torch.float64
         assert torch.ones(3, dtype=torch.float64).to(torch.float32).dtype == torch.float64

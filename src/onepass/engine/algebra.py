@@ -13,7 +13,8 @@ CHUNK = 2048  # numbers whose products are summed in float32
 def gram(vectors: Tensor) -> Tensor:
     """`G Gᵀ` of the vectors `G [n, P]` of each row, `[R, n, n]` in float64.
 
-    Short sums are in float32 and sums of those in float64: as good as float64 for numbers that are float32, at the speed of float32.
+    Short sums are in float32 and sums of those in float64. For float32 numbers that is as good as
+    float64, at the speed of float32.
 
     >>> gram(torch.tensor([[[1.0, 2.0], [0.0, 3.0]]])).tolist()
     [[[5.0, 6.0], [6.0, 9.0]]]
@@ -23,9 +24,8 @@ def gram(vectors: Tensor) -> Tensor:
     with products(vectors.device, tf32=False):
         for row in vectors.unbind(0):
             pieces, rest = row[:, :whole].view(len(row), -1, CHUNK).transpose(0, 1), row[:, whole:]
-            found.append(
-                (pieces @ pieces.mT).sum(0, dtype=torch.float64) + (rest @ rest.T).double()
-            )
+            total = (pieces @ pieces.mT).sum(0, dtype=torch.float64)
+            found.append(total + (rest @ rest.T).double())
     return torch.stack(found)
 
 
@@ -35,10 +35,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     >>> dot(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])).tolist()
     [[3.0], [8.0]]
     """
-    if (
-        a.device.type == "cpu" or len(a) == 1
-    ):  # a product a row reads memory once; a batched one writes all products out first
-        return torch.stack(
-            [torch.dot(x, y) for x, y in zip(a.unbind(0), b.unbind(0), strict=True)]
-        )[:, None]
-    return (a * b).sum(1, keepdim=True)
+    if a.device.type != "cpu" and len(a) > 1:
+        return (a * b).sum(1, keepdim=True)
+    # One product per row reads memory once; a batched one writes all products out first.
+    rows = zip(a.unbind(0), b.unbind(0), strict=True)
+    return torch.stack([torch.dot(x, y) for x, y in rows])[:, None]

@@ -14,12 +14,14 @@ Prepare = Callable[[Tensor], Tensor]
 
 
 class Architecture:
-    """The shape of a fleet's network: where each parameter lives in a row of theta, and how a row is called.
+    """The shape of a network: where each parameter lies in a row of theta, and how a row is called.
 
-    Frozen parameters (`requires_grad=False`) come first, so that the trainable ones are one slice at the end of the row. Tied weights have
-    one place. Buffers are updated in place, as torch's own layers do (one that is assigned anew in `forward` is lost). `prepare` turns
-    stored inputs into what the module expects (bytes into floats, say). With `channels_last`, the weights of convolutions lie in a row as
-    fast kernels want them, so that no step converts them.
+    Frozen parameters (`requires_grad=False`) come first, so that the trainable ones are one slice
+    at the end of the row. Tied weights have one place. Buffers are updated in place, as torch's own
+    layers do (one that is assigned anew in `forward` is lost). `prepare` turns stored inputs into
+    what the module expects, such as bytes into floats. Each parameter starts at a multiple of
+    `align` numbers; what is between them is zero and stays zero. With `channels_last`, the weights
+    of convolutions lie in a row as fast kernels want them, so that no step converts them.
     """
 
     def __init__(
@@ -30,9 +32,8 @@ class Architecture:
         align: int = 1,
         channels_last: bool = False,
     ) -> None:
-        parameters = sorted(
-            module.named_parameters(), key=lambda item: item[1].requires_grad
-        )  # stable: frozen first, then in order
+        # The sort is stable: each group keeps its order.
+        parameters = sorted(module.named_parameters(), key=lambda item: item[1].requires_grad)
         self.module = module
         self.prepare = prepare
         self.names = [name for name, _ in parameters]
@@ -40,34 +41,28 @@ class Architecture:
         self.lengths = [p.numel() for _, p in parameters]
         self._moved = [channels_last and p.dim() == 4 for _, p in parameters]
         self.size = sum(self.lengths)
-        self.starts = [
-            0,
-            *accumulate(-(-length // align) * align for length in self.lengths),
-        ]  # kernels want parameters at such places
+        aligned = (-(-length // align) * align for length in self.lengths)
+        self.starts = [0, *accumulate(aligned)]
         self.frozen = sum(not p.requires_grad for _, p in parameters)
-        self.width = self.starts[
-            -1
-        ]  # of a row; what is between the parameters is zero and stays zero
+        self.width = self.starts[-1]  # of a row
         self.trainable = slice(self.starts[self.frozen], self.width)
         self.convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        self._head = (
-            module.get_submodule(head) if head is not None else linear[-1] if linear else None
-        )
+        self._head: nn.Module | None = linear[-1] if linear else None
+        if head is not None:
+            self._head = module.get_submodule(head)
 
     def views(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of `theta` `[…, P]`, in the order of `names`."""
         lead = theta.shape[:-1]
-        parts = [
-            theta[..., start : start + length]
-            for start, length in zip(self.starts, self.lengths, strict=False)
-        ]
-        return [
-            part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3)
-            if moved
-            else part.view((*lead, *shape))
-            for part, shape, moved in zip(parts, self.shapes, self._moved, strict=True)
-        ]
+        views = []
+        places = zip(self.starts[:-1], self.lengths, self.shapes, self._moved, strict=True)
+        for start, length, shape, moved in places:
+            part = theta[..., start : start + length]
+            if moved:
+                part = part.view(*lead, shape[0], *shape[2:], shape[1]).movedim(-1, -3)
+            views.append(part if moved else part.view((*lead, *shape)))
+        return views
 
     def named_views(self, theta: Tensor) -> dict[str, Tensor]:
         """The same by name."""
@@ -100,7 +95,7 @@ class Architecture:
         x: Tensor,
         descriptors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits, and the features that enter the last linear layer (the logits themselves where there is none)."""
+        """Logits, and the features that enter the last linear layer (logits if there is none)."""
         inputs = (self.prepare(x),) if descriptors is None else (self.prepare(x), descriptors)
         values = dict(zip(self.names, parameters, strict=True)) | buffers
         with self.listening() as features:
@@ -109,7 +104,7 @@ class Architecture:
 
     @contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
-        """A list that takes the features of every pass inside. The user may call the module too: those are none of our business."""
+        """A list that takes the features of every pass inside; passes outside are not hooked."""
         features: list[Tensor] = []
         if self._head is None:
             yield features

@@ -12,9 +12,10 @@ from torch import Tensor
 class Batch:
     """`x [R, B, …]` as stored (bytes for images) and `slots [R, B]`.
 
-    `sizes` are the true batch sizes of rows that have fewer than B examples, known to the host: row `r` counts only its first `sizes[r]`
-    examples, a row of size 0 sits this step out. `extra` are further tensors `[R, B, …]`: what a loss may ask for (targets of a teacher,
-    say), or what else the network takes. `task` is the task of all these examples, where they have one task.
+    `sizes` are the true batch sizes of rows that have fewer than B examples, known to the host: row
+    `r` counts only its first `sizes[r]` examples, a row of size 0 sits this step out. `extra` are
+    further tensors `[R, B, …]`: what a loss needs (targets of a teacher, for example), or what else
+    the network takes. `task` is the task of all these examples, where they have one task.
     """
 
     x: Tensor
@@ -24,11 +25,8 @@ class Batch:
     task: int | None = None
 
     def __post_init__(self) -> None:
-        if (
-            self.sizes is not None
-            and self.x.shape[1]
-            and all(n == self.x.shape[1] for n in self.sizes)
-        ):
+        width = self.x.shape[1]
+        if self.sizes is not None and width and all(n == width for n in self.sizes):
             object.__setattr__(self, "sizes", None)
 
     def lengths(self) -> tuple[int, ...]:
@@ -36,7 +34,7 @@ class Batch:
         return self.sizes or (self.x.shape[1],) * len(self.x)
 
     def piece(self, start: int, end: int) -> Batch:
-        """Examples `start` to `end` of every row, as one batch of unknown sizes."""
+        """Examples `start` to `end` of every row."""
         return Batch(
             self.x[:, start:end],
             self.slots[:, start:end],
@@ -47,10 +45,11 @@ class Batch:
 
 
 def joined(one: Batch, other: Batch) -> Batch:
-    """The examples of two batches in one, row by row; a row that sits out in the first one sits out.
+    """The examples of two batches in one, row by row; a row without any in `one` sits out.
 
-    >>> one, other = Batch(torch.tensor([[1, 2], [3, 9]]), torch.zeros(2, 2), (2, 1)), Batch(torch.tensor([[5], [6]]), torch.ones(2, 1))
-    >>> joined(one, other).x.tolist(), joined(one, other).sizes
+    >>> one = Batch(torch.tensor([[1, 2], [3, 9]]), torch.zeros(2, 2), (2, 1))
+    >>> both = joined(one, Batch(torch.tensor([[5], [6]]), torch.ones(2, 1)))
+    >>> both.x.tolist(), both.sizes
     ([[1, 2, 5], [3, 6, 9]], (3, 2))
     """
     x, slots = torch.cat([one.x, other.x], 1), torch.cat([one.slots, other.slots], 1)
@@ -60,15 +59,10 @@ def joined(one: Batch, other: Batch) -> Batch:
     width, sizes, order = one.x.shape[1], [], []
     for first, second in zip(one.lengths(), other.lengths(), strict=True):
         real = [*range(first), *(range(width, width + second) if first else ())]
+        padding = sorted(set(range(x.shape[1])) - set(real))
         sizes.append(len(real))
-        order.append(
-            real + sorted(set(range(x.shape[1])) - set(real))
-        )  # what is not real goes behind the end
+        order.append(real + padding)
     index = torch.tensor(order, device=x.device)
     rows = torch.arange(len(x), device=x.device)[:, None]
-    return Batch(
-        x[rows, index],
-        slots[rows, index],
-        tuple(sizes),
-        {name: tensor[rows, index] for name, tensor in extra.items()},
-    )
+    extra = {name: tensor[rows, index] for name, tensor in extra.items()}
+    return Batch(x[rows, index], slots[rows, index], tuple(sizes), extra)

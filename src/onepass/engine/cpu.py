@@ -9,10 +9,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep freed memory instead of returning it to the system; does nothing elsewhere.
+    """Tell glibc's malloc to keep freed memory instead of returning it to the system.
 
-    Activations are allocated and freed in every step. By default each large one is mapped afresh, and the page faults of its first use
-    cost more than the arithmetic on it.
+    Activations are allocated and freed in every step. By default each large one is mapped afresh,
+    and the page faults of its first use cost more than the arithmetic on it. Without glibc this
+    does nothing.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,8 +1,10 @@
-"""Operations of a captured step on parallel branches, by what they read and write.
+"""Operations of a captured step on parallel streams, by what they read and write.
 
-A step at batch size 10 is some dozens of operations of a few microseconds. In a CUDA graph that was captured on one stream each waits for the
-one before, whether it needs it or not: the gradients of two batches for each other, a weight's gradient for a bias's. Here every operation
-waits for those alone whose results it reads or whose memory it writes over. Nothing else changes: the same operations on the same numbers.
+A step at batch size 10 is some dozens of operations of a few microseconds. In a CUDA graph that was
+captured on one stream each waits for the one before, whether it needs it or not: the gradients of
+two batches for each other, a weight's gradient for a bias's. Here every operation waits only for
+those whose results it reads or whose memory it writes over. Nothing else changes: the same
+operations work on the same numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-WIDTH = 16  # branches at most: more make no step of ours shorter
+WIDTH = 16  # streams at most: more make no step of ours shorter
 
 
 class Region(NamedTuple):
-    """Bytes of a storage: from `low` to `high`, and of those `length` from `begin` in every row of `stride` bytes, or all if `stride` is 0."""
+    """Bytes of a storage, from `low` to `high`.
+
+    Of those, it is `length` bytes from `begin` in every row of `stride` bytes, or all without one.
+    """
 
     storage: int
     stride: int
@@ -32,7 +37,10 @@ class Region(NamedTuple):
     high: int
 
     def meets(self, other: Region) -> bool:
-        """Might they share a byte? Parts of the rows of one matrix (a parameter's place in all gradients) are told apart."""
+        """Whether they may share a byte.
+
+        Parts of the rows of one matrix (a parameter's place in all gradients) are told apart.
+        """
         if self.low >= other.high or other.low >= self.high:
             return False
         if self.stride != other.stride:
@@ -40,10 +48,10 @@ class Region(NamedTuple):
         return self.begin < other.begin + other.length and other.begin < self.begin + self.length
 
     def covers(self, other: Region) -> bool:
-        """Does whatever meets the other one meet this one too?"""
-        inside = self.low <= other.low and other.high <= self.high
+        """Whether every region that meets the other one meets this one too."""
         return (
-            inside
+            self.low <= other.low
+            and other.high <= self.high
             and self.stride == other.stride
             and self.begin <= other.begin
             and other.begin + other.length <= self.begin + self.length
@@ -51,7 +59,7 @@ class Region(NamedTuple):
 
 
 def region(tensor: Tensor) -> Region | None:
-    """What a tensor covers; None of nothing.
+    """What a tensor covers; None for an empty one.
 
     >>> matrix = torch.zeros(2, 10)
     >>> left, right = region(matrix[:, :4]), region(matrix[:, 4:])
@@ -62,14 +70,8 @@ def region(tensor: Tensor) -> Region | None:
         return None
     item = tensor.element_size()
     begin = int(tensor.storage_offset()) * item
-    steps = sorted(
-        (
-            (s * item, n)
-            for s, n in zip(tensor.stride(), tensor.shape, strict=True)
-            if n > 1 and s > 0
-        ),
-        reverse=True,
-    )
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    steps = sorted(((s * item, n) for s, n in dimensions if n > 1 and s > 0), reverse=True)
     storage = tensor.untyped_storage().data_ptr()
     if not steps:
         return Region(storage, 0, begin, item, begin, begin + item)
@@ -81,16 +83,17 @@ def region(tensor: Tensor) -> Region | None:
 
 
 class _Operation(NamedTuple):
-    branch: int
+    stream: int
     event: torch.cuda.Event
     before: int  # the operations that it comes after, as bits
 
 
 class ParallelStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Use it inside `torch.cuda.graph`: operations go to other streams than the current one. `join` them before the capture ends.
+    """Inside `torch.cuda.graph`, puts operations on other streams than the current one.
 
-    Tensors that were made inside are kept until then, since an allocator that knows of one stream would give away memory that another one
-    still reads. If they are more than `room` bytes at the end of a step, everything that comes later waits for everything so far.
+    `join` them before the capture ends. Tensors that were made inside are kept until then: an
+    allocator that knows of one stream would give away memory that another one still reads. If they
+    are more than `room` bytes at the end of a step, later operations wait for all those so far.
     """
 
     def __init__(self, others: Sequence[torch.cuda.Stream], room: int) -> None:
@@ -101,7 +104,7 @@ class ParallelStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _fork(self) -> None:
         self._operations: list[_Operation] = []
-        self._last: dict[int, int] = {}  # the last operation of each branch that is in use
+        self._last: dict[int, int] = {}  # the last operation on each stream that is in use
         self._writers: dict[int, list[tuple[Region, int]]] = {}
         self._readers: dict[int, list[tuple[Region, int]]] = {}
         self._alive: list[Tensor] = []
@@ -114,7 +117,7 @@ class ParallelStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.join()
 
     def join(self) -> None:
-        """Let the main stream wait for all branches, and forget them."""
+        """Let the main stream wait for all others, and begin anew."""
         for last in self._last.values():
             self._main.wait_event(self._operations[last].event)
         self._fork()
@@ -139,36 +142,36 @@ class ParallelStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         returns = func._schema.returns
-        if returns and all(
-            value.alias_info is not None and not value.alias_info.is_write for value in returns
-        ):
+        aliases = [value.alias_info for value in returns]
+        if returns and all(alias is not None and not alias.is_write for alias in aliases):
             return func(*args, **kwargs)  # a view: nothing is done
         reads, writes = _touched(func, args, kwargs)
         after = self._conflicts(reads, writes)
         before = 0
         for number in after:
             before |= self._operations[number].before | 1 << number
-        branch = (
-            self._branch(after, before) if self.lane is None else self.lane % len(self._streams)
-        )
-        stream, event = self._streams[branch], self.event()
-        if branch not in self._last:
+        if self.lane is None:
+            chosen = self._choose(after, before)
+        else:
+            chosen = self.lane % len(self._streams)
+        stream, event = self._streams[chosen], self.event()
+        if chosen not in self._last:
             stream.wait_event(self._start)
         else:
-            before |= self._operations[self._last[branch]].before | 1 << self._last[branch]
+            before |= self._operations[self._last[chosen]].before | 1 << self._last[chosen]
         for number in after:
-            if self._operations[number].branch != branch:
+            if self._operations[number].stream != chosen:
                 stream.wait_event(self._operations[number].event)
         result = self.run(stream, lambda: func(*args, **kwargs))
         event.record(stream)
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         self._alive += made
         self._bytes += 0 if writes else sum(tensor.nbytes for tensor in made)
-        self._note(_Operation(branch, event, before), reads, [*writes, *_regions(made)])
+        self._note(_Operation(chosen, event, before), reads, [*writes, *_regions(made)])
         return result
 
     def _conflicts(self, reads: Sequence[Region], writes: Sequence[Region]) -> list[int]:
-        """The operations that must come first, without those that come before others of them."""
+        """The operations to wait for, without those that others of them have waited for."""
         found: set[int] = set()
         for table, regions in ((self._writers, (*reads, *writes)), (self._readers, writes)):
             for mine in regions:
@@ -181,30 +184,32 @@ class ParallelStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not any(self._operations[other].before >> number & 1 for other in found)
         ]
 
-    def _branch(self, after: Sequence[int], before: int) -> int:
-        """Where an operation adds no wait: behind one it waits for anyway, or on a branch of its own; else where the wait is oldest."""
+    def _choose(self, after: Sequence[int], before: int) -> int:
+        """The stream where an operation adds no wait, or else the one with the oldest wait.
+
+        No wait is added behind an operation that it waits for anyway, and on a stream of its own.
+        """
         for number in after:
-            branch = self._operations[number].branch
-            if self._last[branch] == number:
-                return branch
-        for branch in range(len(self._streams)):
-            if branch not in self._last or before >> self._last[branch] & 1:
-                return branch
-        return min(self._last, key=lambda branch: self._last[branch])
+            stream = self._operations[number].stream
+            if self._last[stream] == number:
+                return stream
+        for stream in range(len(self._streams)):
+            if stream not in self._last or before >> self._last[stream] & 1:
+                return stream
+        return min(self._last, key=lambda stream: self._last[stream])
 
     def _note(
         self, operation: _Operation, reads: Sequence[Region], writes: Sequence[Region]
     ) -> None:
         number = len(self._operations)
         self._operations.append(operation)
-        self._last[operation.branch] = number
-        for mine in writes:  # whoever meets a part of this region later waits for us, and we have waited for the others
-            self._writers[mine.storage] = [
-                pair for pair in self._writers.get(mine.storage, ()) if not mine.covers(pair[0])
-            ] + [(mine, number)]
-            self._readers[mine.storage] = [
-                pair for pair in self._readers.get(mine.storage, ()) if not mine.covers(pair[0])
-            ]
+        self._last[operation.stream] = number
+        # What later meets a part of a written region waits for us, and we waited for the others.
+        for mine in writes:
+            for table in (self._writers, self._readers):
+                others = table.get(mine.storage, ())
+                table[mine.storage] = [pair for pair in others if not mine.covers(pair[0])]
+            self._writers[mine.storage].append((mine, number))
         for mine in reads:
             self._readers.setdefault(mine.storage, []).append((mine, number))
 
@@ -216,23 +221,18 @@ def _touched(
     reads: list[Region] = []
     writes: list[Region] = []
     for place, argument in enumerate(func._schema.arguments):
-        value = (
-            args[place]
-            if place < len(args) and not argument.kwarg_only
-            else kwargs.get(argument.name)
-        )
-        written = (argument.alias_info is not None and argument.alias_info.is_write) or _moves(
-            func, argument.name
-        )
+        positional = place < len(args) and not argument.kwarg_only
+        value = args[place] if positional else kwargs.get(argument.name)
+        alias = argument.alias_info
+        written = (alias is not None and alias.is_write) or _moves(func, argument.name)
         (writes if written else reads).extend(_regions(tree_leaves(value)))
     return reads, writes
 
 
 def _moves(func: Any, argument: str) -> bool:
-    """Batch-norm moves its running statistics, though its signature does not say so."""
-    return argument in ("running_mean", "running_var") and not func.__name__.partition(".")[
-        0
-    ].endswith("backward")
+    """Whether it is running statistics, which batch-norm moves without saying so."""
+    backward = func.__name__.partition(".")[0].endswith("backward")
+    return argument in ("running_mean", "running_var") and not backward
 
 
 def _regions(values: Iterable[Any]) -> list[Region]:
@@ -242,10 +242,10 @@ def _regions(values: Iterable[Any]) -> list[Region]:
 
 @contextmanager
 def lane(number: int) -> Iterator[None]:
-    """While operations are captured on branches, all of those inside go to one of them, which has this number.
+    """While operations are captured on parallel streams, all those inside go to one of them.
 
-    What is long by itself and has others like it beside it (the gradient of one run) needs no branches of its own, and every wait of one branch
-    for another takes time.
+    What is long by itself and has others like it beside it (the gradient of one run) needs no
+    parallel streams of its own, and every wait of one stream for another takes time.
     """
     mode = _get_current_dispatch_mode()
     if not isinstance(mode, ParallelStreams):
@@ -259,7 +259,7 @@ def lane(number: int) -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Are operations being captured on branches?"""
+    """Whether operations are being captured on parallel streams."""
     return isinstance(_get_current_dispatch_mode(), ParallelStreams)
 
 
@@ -270,11 +270,9 @@ class Graph(Protocol):
 
 
 def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]) -> Graph:
-    """A CUDA graph of some pieces of work on branches. Nothing is done yet."""
-    graph, room = (
-        torch.cuda.CUDAGraph(),
-        torch.cuda.get_device_properties(device).total_memory // 32,
-    )
+    """A CUDA graph of some pieces of work on parallel streams. Nothing is done yet."""
+    graph = torch.cuda.CUDAGraph()
+    room = torch.cuda.get_device_properties(device).total_memory // 32
     others, before = streams(device), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
     # A capture that fails leaves torch on the stream of the capture, but for the second of these.
@@ -282,20 +280,20 @@ def captured(device: torch.device, pool: Any, work: Sequence[Callable[[], None]]
         _without_collecting(),
         torch.cuda.stream(before),
         torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ParallelStreams(others, room) as branches,
+        ParallelStreams(others, room) as parallel,
     ):
         try:
             for step in work:
                 step()
-                branches.end_step()
+                parallel.end_step()
         finally:
-            branches.join()  # or an error of the work becomes one of the graph
+            parallel.join()  # or an error of the work becomes one of the graph
     return graph
 
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Without collecting garbage: another graph in it, of a fleet that nobody needs any more, cannot be let go of while one is captured."""
+    """Inside, no garbage is collected: it may hold another graph, which cannot be freed now."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -306,13 +304,13 @@ def _without_collecting() -> Iterator[None]:
 
 
 def streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """The branches of all graphs of a device, made outside any capture."""
+    """The parallel streams of all graphs of a device, made outside any capture."""
     return _streams(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
 def _streams(device: int) -> list[torch.cuda.Stream]:
-    """Each has multiplied once: the library for that takes memory then, which is not a graph's."""
+    """Each has multiplied once: the library for that allocates memory, which is not a graph's."""
     streams = [torch.cuda.Stream(device) for _ in range(WIDTH)]  # type: ignore[no-untyped-call]
     for stream in streams:
         with torch.cuda.stream(stream):

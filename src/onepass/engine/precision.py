@@ -1,4 +1,4 @@
-"""What products of float32 numbers are computed in on a GPU."""
+"""The precision of products of float32 numbers on a GPU."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ import torch
 
 @contextmanager
 def products(device: torch.device, *, tf32: bool, tried: int = 0) -> Iterator[None]:
-    """Inside, products and convolutions on a GPU are in TF32 (factors of 10 bits, summed in float32) or in float32; as before outside. A CPU is
-    left alone.
+    """Inside, products and convolutions on a GPU are in TF32 or in float32. A CPU is left alone.
 
-    With `tried`, so many ways of computing a convolution are timed the first time that its shape comes up, and the fastest is taken; what
-    cuDNN believes to be fastest is not, where there are few channels.
+    TF32 has factors of 10 bits, summed in float32. With `tried`, that number of ways of computing a
+    convolution is timed when its shape first comes up, and the fastest is taken. What cuDNN
+    believes to be fastest is not, where there are few channels.
     """
     if device.type != "cuda":
         yield
         return
     cudnn = torch.backends.cudnn
-    before = (
-        torch.get_float32_matmul_precision(),
-        cudnn.allow_tf32,
-        cudnn.benchmark,
-        cudnn.benchmark_limit,
-    )
+    matmul = torch.get_float32_matmul_precision()
+    before = cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    cudnn.allow_tf32, cudnn.benchmark = tf32, tried > 0
-    cudnn.benchmark_limit = tried or before[3]
+    cudnn.allow_tf32 = tf32
+    cudnn.benchmark = tried > 0
+    cudnn.benchmark_limit = tried or cudnn.benchmark_limit
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before[1:]
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
 
 
 @contextmanager
 def untried() -> Iterator[None]:
-    """Inside, convolutions are computed as cuDNN thinks best, whatever their shape: nothing is timed."""
+    """Inside, convolutions are computed as cuDNN thinks best, and nothing is timed."""
     cudnn = torch.backends.cudnn
     before, cudnn.benchmark = cudnn.benchmark, False
     try:

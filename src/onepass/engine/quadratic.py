@@ -1,20 +1,26 @@
-"""GEM's dual for many runs at once; on a GPU the host is asked nothing.
+"""GEM's dual problem for many runs at once, on a GPU without synchronising with the host.
 
-Each run has a small problem of its own: with its Gram matrix `A = G Gᵀ [n, n]` and its products `b = G g [n]`,
+Each run has a small problem of its own: with its Gram matrix `A = G Gᵀ [n, n]` and its products
+`b = G g [n]`,
 
     v = argmin ½ vᵀ (A + ridge I) v + bᵀ v   subject to   v ≥ margin.
 
-With `v = u + margin` that is a linear complementarity problem: `w = A u + q`, `q = b + A margin`, `u ≥ 0`, `w ≥ 0`, `uᵀ w = 0`. It is solved by
-principal pivoting (Murty: Note on a Bard-type scheme for solving the complementarity problem, Opsearch 1974): start with `u = 0`; as long as one
-of the values (`w_k`, or `u_k` where the two were exchanged) is negative, exchange `w_k` and `u_k`. Taking the most negative value needs few
-exchanges but may go round in circles; Murty's rule, the least index, ends for every positive definite matrix.
+With `v = u + margin` that is a linear complementarity problem: `w = A u + q`, `q = b + A margin`,
+`u ≥ 0`, `w ≥ 0`, `uᵀ w = 0`. It is solved by principal pivoting (Murty: Note on a Bard-type scheme
+for solving the complementarity problem, Opsearch 1974). Start with `u = 0`; as long as one of the
+values (`w_k`, or `u_k` where the two were exchanged) is negative, exchange `w_k` and `u_k`. Taking
+the most negative value needs few exchanges but may go round in circles; Murty's rule, the least
+index, ends for every positive definite matrix.
 
-`A` is often singular (two tasks with the same gradient), and known only to rounding. So `noise · I` is added to the matrix that is pivoted, and
-proximal steps take its effect away again (Rockafellar: Monotone operators and the proximal point algorithm, SIAM J. Control Optim. 1976):
-`u ← argmin ½ uᵀ A u + qᵀ u + ½ noise ‖u − u_before‖²`, `u ≥ 0`. Another step changes only `q`, so it goes on from the tableau of the last one. Two
-or three are enough where `A` is well above the noise, and where `A` is zero `u` stays small: equal gradients share their multiplier. In between,
-along an eigenvector of `A` with the value `λ`, a step leaves `noise / (noise + λ)` of what was missing. `STEPS` are enough from `noise / 2` on; many
-more would find `u` for values of `A` that are nothing but its errors.
+`A` is often singular (two tasks with the same gradient), and known only to rounding. So `noise · I`
+is added to the matrix that is pivoted, and proximal steps take its effect away again (Rockafellar:
+Monotone operators and the proximal point algorithm, SIAM J. Control Optim. 1976):
+`u ← argmin ½ uᵀ A u + qᵀ u + ½ noise ‖u − u_before‖²`, `u ≥ 0`. Another step changes only `q`, so
+it goes on from the tableau of the last one. Two or three are enough where `A` is well above the
+noise, and where `A` is zero `u` stays small: equal gradients share their multiplier. In between,
+along an eigenvector of `A` with the value `λ`, a step leaves `noise / (noise + λ)` of what was
+missing. `STEPS` are enough from `noise / 2` on; many more would find `u` for values of `A` that are
+nothing but its errors.
 """
 
 from __future__ import annotations
@@ -31,44 +37,44 @@ from onepass.engine import gpu
 
 Array = NDArray[np.float64]
 
-# Powers of two, which a kernel has as they are: it rounds its constants to float32.
-NOISE = (
-    2.0**-16
-)  # above the norm of the errors of a scaled Gram matrix of 100 constraints, each an error of 1e-6, as of sums in float32
+# Powers of two, which a kernel represents exactly: it rounds its constants to float32. The noise is
+# above the norm of the errors of a scaled Gram matrix of 100 constraints, each an error of 1e-6, as
+# of sums in float32.
+NOISE = 2.0**-16
 SLACK = 2.0**-33  # relative; a value above −SLACK is not negative
 TINY = 1e-30  # the square of a gradient that is no constraint
 STEPS = 32  # proximal ones; 2e-6 is left along an eigenvalue of noise / 2
-PATIENCE, MOST = 3, 50  # exchanges a constraint: before the least index is taken, and in all
-WARPS = {
-    16: 1,
-    32: 2,
-    64: 8,
-    128: 16,
-}  # by the side of the tableau, whose float64 then fit into their registers
+# Exchanges per constraint: before the least index is taken, and in all.
+PATIENCE = 3
+MOST = 50
+# By the side of the tableau, whose float64 then fit into their registers.
+WARPS = {16: 1, 32: 2, 64: 8, 128: 16}
 
 
 def solve(
     gram: Tensor, products: Tensor, margin: Tensor, ridge: float = 0.0, noise: float = NOISE
 ) -> tuple[Tensor, Tensor]:
-    """`v [R, n]` of the Gram matrices `[R, n, n]` and products `[R, n]` (float64) and margins `[R]`, and which runs are solved `[R]`.
+    """`v [R, n]` of every run, and which runs are solved `[R]`.
 
-    Everything is scaled to a unit diagonal. A gradient of zero is no constraint: its `v` is the margin. Not solved, and the margin too, is a run
-    with a number that is not finite, with too many exchanges, or with a matrix that is no Gram matrix up to `noise`, its relative error.
-    Gradients that are dependent but for less than `√(noise / 2)`, a singular value of them at length 1, have constraints that are met to about
-    `√noise ‖g‖` only, and the result need not be the closest. The kernel is compiled when it first meets a size (up to 16, 32, 64 or 128), so use
-    it once before a CUDA graph is captured.
+    Gram matrices are `[R, n, n]` and products `[R, n]`, both in float64; margins are `[R]`.
+    Everything is scaled to a unit diagonal. A gradient of zero is no constraint: its `v` is the
+    margin. A run is not solved, and its `v` is the margin too, if it has a number that is not
+    finite, if it needs too many exchanges, or if its matrix is no Gram matrix up to `noise`, its
+    relative error. Gradients may be almost dependent: at length 1, their least singular value may
+    be below `√(noise / 2)`. Then constraints are met to about `√noise ‖g‖` only, and the result
+    need not be the closest. The kernel is compiled when it first meets a size (up to 16, 32, 64 or
+    128), so use it once before a CUDA graph is captured.
 
-    >>> gram, products = torch.eye(3, dtype=torch.float64)[None], torch.tensor([[-1.0, 2.0, 1.0]], dtype=torch.float64)
-    >>> solve(gram, products, torch.tensor([0.5]))
+    >>> gram = torch.eye(3, dtype=torch.float64)[None]
+    >>> solve(gram, torch.tensor([[-1.0, 2.0, 1.0]]).double(), torch.tensor([0.5]))
     (tensor([[1.0000, 0.5000, 0.5000]], dtype=torch.float64), tensor([True]))
     """
     diagonal, least = gram.diagonal(dim1=1, dim2=2), margin.to(gram)[:, None]
     finite = gram.isfinite().flatten(1).all(1) & products.isfinite().all(1)
     absent = ~((diagonal > TINY) & finite[:, None])
     lengths = (diagonal + ridge).masked_fill(absent, 1).sqrt()
-    matrix = (gram / lengths[:, :, None] / lengths[:, None, :]).masked_fill(
-        absent[:, :, None] | absent[:, None, :], 0
-    )
+    either = absent[:, :, None] | absent[:, None, :]
+    matrix = (gram / lengths[:, :, None] / lengths[:, None, :]).masked_fill(either, 0)
     matrix.diagonal(dim1=1, dim2=2).fill_(1 + noise)
     q = ((products + (gram.sum(2) + ridge) * least) / lengths).masked_fill(absent, 0)
     size = q.abs().amax(1, keepdim=True)
@@ -80,37 +86,34 @@ def solve(
 
 
 def available(n: int = 1) -> bool:
-    """Whether the problems of `n` constraints that are on a GPU are solved there."""
+    """Whether problems of `n` constraints that are on a GPU are solved there."""
     return n <= max(WARPS) and gpu.has_triton()
 
 
 def _on_host(matrices: Tensor, starts: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-    found = [
-        _pivoted(s.copy(), c.copy(), noise)
-        for s, c in zip(matrices.cpu().numpy(), starts.cpu().numpy(), strict=True)
-    ]
-    u = torch.from_numpy(np.stack([u for u, _ in found]))
-    return u.to(matrices.device), torch.tensor(
-        [ended for _, ended in found], device=matrices.device
-    )
+    problems = zip(matrices.cpu().numpy(), starts.cpu().numpy(), strict=True)
+    found = [_pivoted(s.copy(), c.copy(), noise) for s, c in problems]
+    u = torch.from_numpy(np.stack([u for u, _ in found])).to(matrices.device)
+    return u, torch.tensor([ended for _, ended in found], device=matrices.device)
 
 
 def _pivoted(s: Array, c: Array, noise: float) -> tuple[Array, bool]:
-    """`u`, and whether it was found, of the scaled matrix `s` and `q = c`, both of which are overwritten.
+    """`u`, and whether it was found, of the scaled matrix `s` and `q = c`; overwrites both.
 
-    `s` is swept (Goodnight: A tutorial on the sweep operator, American Statistician 1979): with the exchanged indices `F` (`sign` −1) and the others
-    `N` (`sign` 1), `s_FF = −A_FF⁻¹`, `s_NF = A_NF A_FF⁻¹` and `s_NN = A_NN − A_NF A_FF⁻¹ A_FN`, symmetric as `A` is. `c` is one more column of it:
-    `u_F = −c_F` and `w_N = c_N`, so the values are `sign · c`.
+    `s` is swept (Goodnight: A tutorial on the sweep operator, American Statistician 1979): with the
+    exchanged indices `F` (`sign` −1) and the others `N` (`sign` 1), `s_FF = −A_FF⁻¹`,
+    `s_NF = A_NF A_FF⁻¹` and `s_NN = A_NN − A_NF A_FF⁻¹ A_FN`, symmetric as `A` is. `c` is one more
+    column of it: `u_F = −c_F` and `w_N = c_N`, so the values are `sign · c`.
     """
-    n, exchanges, steps, size, least, going = len(c), 0, 0, np.inf, 0.0, True
-    sign, before = np.ones(n), np.zeros(n)
+    n, sign = len(c), np.ones(len(c))
+    before, size = np.zeros(n), np.inf
+    exchanges, steps, least, going = 0, 0, 0.0, True
     while going:
         diagonal = s.diagonal()
-        # A large u, of almost dependent constraints, has a large rounding error too. And a matrix that is positive semidefinite up to noise / 2
-        # has no pivot below that: such an index is left out.
-        values = np.where((sign > 0) & (diagonal < noise / 2), 0, sign * c) / np.sqrt(
-            np.maximum(np.abs(diagonal), 1)
-        )
+        # A matrix that is positive semidefinite up to noise / 2 has no pivot below that: such an
+        # index is left out. A large u, of almost dependent constraints, has a large rounding error.
+        values = np.where((sign > 0) & (diagonal < noise / 2), 0, sign * c)
+        values /= np.sqrt(np.maximum(np.abs(diagonal), 1))
         if values.min() < -SLACK and exchanges < MOST * n:
             k = int(np.argmin(values) if exchanges < PATIENCE * n else np.argmax(values < -SLACK))
             y, pivot, value = s[k].copy(), s[k, k], c[k]
@@ -123,16 +126,15 @@ def _pivoted(s: Array, c: Array, noise: float) -> tuple[Array, bool]:
             u = np.where(sign < 0, np.maximum(-c, 0), 0)
             change, least = noise * (before - u), float((sign * c).min())
             last, size = size, float(np.sqrt((change * change).sum()))
-            before = (
-                u if size <= last else before
-            )  # steps never grow; but for rounding, which another one would multiply
+            # Steps never grow but for rounding, which another one would multiply.
+            before = u if size <= last else before
             c += np.where(sign > 0, change, 0) - s @ np.where(sign < 0, change, 0)
             steps += 1
             going = SLACK < size <= last and steps < STEPS
     return before, exchanges < MOST * n and least >= -np.sqrt(noise)
 
 
-# As an operation of its own, so that whoever watches the operations of a step sees what it reads and what it makes.
+# An operation of its own, so that the parallel streams of a captured step see what it reads.
 @torch.library.custom_op(
     "onepass::pivot",
     mutates_args=(),
@@ -150,16 +152,15 @@ def _on_device(matrices: Tensor, starts: Tensor, noise: float) -> tuple[Tensor, 
 
 @cache
 def _kernel() -> Any:
-    """`_pivoted`, line by line, for one run a program. Vectors lie along the columns of the tile, of which a thread has few."""
+    """`_pivoted`, line by line, with one program per run.
+
+    Vectors lie along the columns of the tile, of which a thread has few.
+    """
     import triton
     import triton.language as tl
 
-    slack, most, patience, steps = (
-        tl.constexpr(SLACK),
-        tl.constexpr(MOST),
-        tl.constexpr(PATIENCE),
-        tl.constexpr(STEPS),
-    )
+    slack, steps = tl.constexpr(SLACK), tl.constexpr(STEPS)
+    patience, most = tl.constexpr(PATIENCE), tl.constexpr(MOST)
 
     def pivoted(
         matrices: tl.tensor,
@@ -173,11 +174,8 @@ def _kernel() -> Any:
         run = tl.program_id(0).to(tl.int64)
         i = tl.arange(0, side)
         here = i < n
-        s = tl.load(
-            matrices + run * n * n + i[:, None] * n + i[None, :],
-            mask=here[:, None] & here[None, :],
-            other=0.0,
-        )
+        places = matrices + run * n * n + i[:, None] * n + i[None, :]
+        s = tl.load(places, mask=here[:, None] & here[None, :], other=0.0)
         c = tl.load(starts + run * n + i, mask=here, other=0.0)
         diagonal = tl.sum(tl.where(i[:, None] == i[None, :], s, 0.0), 0)
         sign = tl.full((side,), 1.0, tl.float64)
@@ -186,24 +184,16 @@ def _kernel() -> Any:
         least = tl.full((), 0.0, tl.float64)
         exchanges, step, going = 0, 0, n > 0
         while going:
-            values = tl.where((sign > 0) & (diagonal < noise / 2), 0.0, sign * c) / tl.sqrt(
-                tl.maximum(tl.abs(diagonal), 1.0)
-            )
+            values = tl.where((sign > 0) & (diagonal < noise / 2), 0.0, sign * c)
+            values /= tl.sqrt(tl.maximum(tl.abs(diagonal), 1.0))
             if (tl.min(values) < -slack) & (exchanges < most * n):
-                k = tl.where(
-                    exchanges < patience * n,
-                    tl.argmin(values, 0),
-                    tl.min(tl.where(values < -slack, i, side)),
-                )
+                least_index = tl.min(tl.where(values < -slack, i, side))
+                k = tl.where(exchanges < patience * n, tl.argmin(values, 0), least_index)
                 y = tl.where(i == k, -sign, tl.sum(tl.where(i[:, None] == k, s, 0.0), 0))
-                pivot, value = (
-                    tl.sum(tl.where(i == k, diagonal, 0.0)),
-                    tl.sum(tl.where(i == k, c, 0.0)),
-                )
-                s = (
-                    tl.where((i[:, None] == k) | (i[None, :] == k), 0.0, s)
-                    - (y / pivot)[:, None] * y[None, :]
-                )
+                pivot = tl.sum(tl.where(i == k, diagonal, 0.0))
+                value = tl.sum(tl.where(i == k, c, 0.0))
+                s = tl.where((i[:, None] == k) | (i[None, :] == k), 0.0, s)
+                s -= (y / pivot)[:, None] * y[None, :]
                 c = tl.where(i == k, 0.0, c) - y * (value / pivot)
                 diagonal = tl.where(i == k, 0.0, diagonal) - y * (y / pivot)
                 sign = tl.where(i == k, -sign, sign)
@@ -215,9 +205,8 @@ def _kernel() -> Any:
                 last = size
                 size = tl.sqrt(tl.sum(change * change))
                 before = tl.where(size <= last, u, before)
-                c += tl.where(sign > 0, change, 0.0) - tl.sum(
-                    s * tl.where(sign < 0, change, 0.0)[:, None], 0
-                )
+                moved = tl.where(sign < 0, change, 0.0)
+                c += tl.where(sign > 0, change, 0.0) - tl.sum(s * moved[:, None], 0)
                 step += 1
                 going = (size > slack) & (size <= last) & (step < steps)
         tl.store(found + run * n + i, before, mask=here)

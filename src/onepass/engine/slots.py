@@ -1,8 +1,8 @@
 """Slots: the labels of a stream of tasks.
 
-A slot is a (task, class) pair, one output of the network. The slots that compete for an example are those of its own task, so a slot alone
-says which outputs its softmax runs over. A head a task, one head shared by all tasks, a fresh head for a recurring class: all are tables
-of slots.
+A slot is a (task, class) pair, one output of the network. The slots that compete for an example are
+those of its own task, so a slot alone says which outputs its softmax runs over. One head per task,
+one head for all tasks, a fresh head for a recurring class: all are tables of slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Slots:
-    """Which outputs compete: `table[k]` lists the slots of task `k`; `union` makes all slots compete in the loss, whatever the task."""
+    """Which outputs compete: `table[k]` lists the slots of task `k`.
+
+    With `union`, all slots compete in the loss, whatever the task.
+    """
 
     table: tuple[tuple[int, ...], ...]
     union: bool = False
@@ -31,41 +34,34 @@ class Slots:
 
 
 class Competition:
-    """The tables of `Slots` as tensors: for every slot its competitors `[S, C]` and its own position among them `[S]`."""
+    """The tables of `Slots` as tensors: competitors and cross-entropy of every slot."""
 
     def __init__(self, slots: Slots, device: torch.device) -> None:
         self.slots = slots
         everything = tuple(range(slots.count))
         rows: dict[int, tuple[int, ...]] = {slot: row for row in slots.table for slot in row}
         self.evaluated = _Rivals({s: rows.get(s, (s,)) for s in everything}, device)
-        self.trained = (
-            _Rivals(dict.fromkeys(everything, everything), device)
-            if slots.union
-            else self.evaluated
-        )
+        self.trained = self.evaluated
+        if slots.union:
+            self.trained = _Rivals(dict.fromkeys(everything, everything), device)
 
     def cross_entropy(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Mean over the batch of `-log softmax(logits of the competitors)[slot]`."""
-        rivals, place = (
-            self.trained.select(logits, slots),
-            self.trained.position[slots] if self.trained.partial else slots,
-        )
+        rivals, place = self.trained.select(logits, slots), self.trained.place(slots)
         if not logits.is_cuda:
             return functional.cross_entropy(rivals, place)
-        surprise: Tensor = _Surprise.apply(rivals, place)  # type: ignore[no-untyped-call]
-        return surprise
+        loss: Tensor = _CrossEntropy.apply(rivals, place)  # type: ignore[no-untyped-call]
+        return loss
 
     def outputs(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """The outputs of each example's own task, `[..., C]`; zero where a task has fewer than others."""
+        """The outputs of each example's own task, `[..., C]`, filled up with zeros."""
         chosen = self.evaluated.select(logits, slots)
-        return (
-            chosen.masked_fill(self.evaluated.competitors[slots] < 0, 0)
-            if self.evaluated.ragged
-            else chosen
-        )
+        if self.evaluated.ragged:
+            chosen = chosen.masked_fill(self.evaluated.competitors[slots] < 0, 0)
+        return chosen
 
     def sample(self, logits: Tensor, slots: Tensor, uniform: Tensor) -> Tensor:
-        """For each example a slot drawn from the network's own prediction, by `uniform` that is uniform on [0, 1)."""
+        """A slot per example, drawn from the network's own prediction by a number on [0, 1)."""
         likely = self.trained.select(logits, slots).softmax(-1).cumsum(-1)
         place = (likely < uniform[..., None]).sum(-1)
         if not self.trained.partial:
@@ -74,16 +70,16 @@ class Competition:
         return rivals.gather(-1, place.clamp(max=(rivals >= 0).sum(-1) - 1)[..., None])[..., 0]
 
     def correct(self, scores: Tensor, slots: Tensor) -> Tensor:
-        """Whether the best of an example's competitors is its slot. A score that is not a number is never right."""
+        """Whether the best of an example's competitors is its slot; never if a score is NaN."""
         chosen = self.evaluated.select(scores, slots)
-        best = chosen.argmax(-1)
-        return (
-            best == (self.evaluated.position[slots] if self.evaluated.partial else slots)
-        ) & ~chosen.isnan().any(-1)
+        return (chosen.argmax(-1) == self.evaluated.place(slots)) & ~chosen.isnan().any(-1)
 
 
-class _Surprise(torch.autograd.Function):
-    """The cross-entropy with its gradient written out, `(softmax(z) − onehot(y)) / B`: on a GPU every operation costs as much as a product."""
+class _CrossEntropy(torch.autograd.Function):
+    """The cross-entropy with its gradient written out, `(softmax(z) − onehot(y)) / B`.
+
+    On a GPU every operation costs as much as a product, and autograd would need more of them.
+    """
 
     generate_vmap_rule = True
 
@@ -99,23 +95,25 @@ class _Surprise(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         logits, place = ctx.saved_tensors
         share = 1 / place.shape[-1]
-        right = (place[..., None] == torch.arange(logits.shape[-1], device=logits.device)).to(
-            logits.dtype
-        ) * -share
+        onehot = place[..., None] == torch.arange(logits.shape[-1], device=logits.device)
+        right = onehot.to(logits.dtype) * -share
         return torch.add(right, logits.softmax(-1), alpha=share) * upstream, None
 
 
 class _Rivals:
+    """For every slot its competitors `[S, C]`, and its own position among them `[S]`.
+
+    `partial`: not all outputs compete. `ragged`: some slots have fewer competitors than others.
+    """
+
     def __init__(self, rows: dict[int, tuple[int, ...]], device: torch.device) -> None:
-        everything, different = (
-            tuple(range(len(rows))),
-            list({id(row): row for row in rows.values()}.values()),
-        )
+        everything = tuple(range(len(rows)))
+        different = list({id(row): row for row in rows.values()}.values())
         width = max(map(len, different))
-        self.partial, self.ragged = any(row != everything for row in different), False
-        if (
-            not self.partial
-        ):  # one head: a table of its own would grow with the square of the classes
+        self.partial = any(row != everything for row in different)
+        self.ragged = False
+        # One head needs no table, which would grow with the square of the classes.
+        if not self.partial:
             self.position = torch.arange(len(rows), device=device)
             self.competitors = self.position.expand(len(rows), -1)
             return
@@ -124,8 +122,15 @@ class _Rivals:
         self.competitors = torch.tensor(table, device=device)
         self.position = torch.tensor([row.index(s) for s, row in rows.items()], device=device)
 
+    def place(self, slots: Tensor) -> Tensor:
+        """The positions of slots among their competitors."""
+        return self.position[slots] if self.partial else slots
+
     def select(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """The outputs that compete, `[..., C]`: sliced, not masked, so that no constant stands in for minus infinity."""
+        """The outputs that compete, `[..., C]`.
+
+        They are sliced, not masked, so that no constant stands in for minus infinity.
+        """
         if not self.partial:
             return logits
         rivals = self.competitors[slots]

@@ -1,7 +1,8 @@
-"""Which modules are nothing but a function of tensors, so that a traced program may stand in for them.
+"""Which modules are nothing but a function of tensors, so that a traced program may replace them.
 
-A program does what the module did when it was traced. That is right for every later pass only where no Python of somebody else's runs in
-the module: torch's own layers, one behind the other, without hooks, random numbers, buffers, or settings that somebody may change.
+A program does what the module did when it was traced. That is right for every later pass only where
+none of the user's own Python runs in the module: torch's own layers in a row, without hooks, random
+numbers, buffers, or settings that may change.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ TRACEABLE = frozenset(
 
 
 def is_traceable(parts: Iterable[nn.Module]) -> bool:
-    """Whether passes through a module of these parts, in training, depend on its parameters and inputs alone, now and later.
+    """Whether training passes through these parts depend on parameters and inputs alone, for good.
 
-    >>> is_traceable(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).modules()), is_traceable(nn.Sequential(nn.Linear(3, 4), nn.Dropout()).modules())
-    (True, False)
+    >>> is_traceable(nn.Sequential(nn.Linear(3, 4), nn.ReLU()).modules())
+    True
+    >>> is_traceable(nn.Sequential(nn.Linear(3, 4), nn.Dropout()).modules())
+    False
     """
     return all(
         type(part) in TRACEABLE

@@ -1,8 +1,9 @@
-"""Gradient programs: a gradient traced once into a list of tensor operations and replayed without autograd.
+"""Traced programs: a gradient as a list of tensor operations, run without autograd.
 
-A step at batch size 10 spends most of its time in the overhead around its few matrix products: building a graph, walking it back,
-allocating gradients, copying them into the flat vector. A traced program has none of that: it calls the operations one after the other
-and lets the matrix products of the backward pass write straight into the gradient row.
+A step at batch size 10 spends most of its time in the overhead around its few matrix products:
+building a graph, walking it back, allocating gradients, copying them into the flat vector. A traced
+program has none of that. It calls one operation after the other, and the matrix products of the
+backward pass write straight into the gradient row.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Program = Callable[..., Tensor]
 
 
 class DrawsRandomNumbersError(Exception):
-    """The model's own layers draw random numbers: a replay would not take them from the run's seed."""
+    """The model's own layers draw random numbers, which a program cannot seed for each run."""
 
 
 def trace(
@@ -40,17 +41,16 @@ def trace(
     outputs: list[Tensor],
     on_gpu: bool | None = None,
 ) -> fx.GraphModule:
-    """Trace `function(*arguments) -> (gradients, loss)`; its `forward(*arguments, *outputs) -> loss` is the program.
+    """Trace `function(*arguments) -> (gradients, loss)` into a program.
 
-    Gradient `i` is written into `outputs[i]`. Tracing runs the function once, so the arguments must be ones that may be written to
-    (copies of batch-norm statistics). `on_gpu` forces what is done for the sake of a GPU, or its absence.
+    The program is `forward(*arguments, *outputs) -> loss`, which writes gradient `i` into
+    `outputs[i]`. Tracing runs the function once, so the arguments must be ones that may be written
+    to (copies of batch-norm statistics). `on_gpu` forces what is done for a GPU, or its absence.
     """
     module = make_fx(function)(*arguments)
     graph = module.graph
-    if any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for node in graph.nodes
-    ):
+    random = torch.Tag.nondeterministic_seeded
+    if any(random in getattr(node.target, "tags", ()) for node in graph.nodes):
         raise DrawsRandomNumbersError("the model draws random numbers (dropout?)")
     _drop_empty_reshapes(graph)
     on_gpu = arguments[0].is_cuda if on_gpu is None else on_gpu
@@ -79,34 +79,30 @@ def trace(
 
 
 def _write_into(gradient: fx.Node, place: fx.Node, output: Tensor) -> bool:
-    """Let the operation behind a gradient (a weight's product, a bias's sum) write into its place; False if it is of another kind."""
+    """Let the operation behind a gradient write into its place, and say whether it can.
+
+    A weight's product and a bias's sum can.
+    """
     if len(gradient.users) != 1:
         return False
     if gradient.target in _WITH_OUT and gradient.meta["val"].shape == output.shape:
         gradient.target, gradient.kwargs = _WITH_OUT[gradient.target], {"out": place}
         return True
     total = gradient.args[0] if gradient.target == aten.view.default else None
-    if (
-        isinstance(total, fx.Node)
-        and total.target == aten.sum.dim_IntList
-        and len(total.users) == 1
-        and total.args[2:] == (True,)
-    ):
-        source, dims = total.args[:2]
-        assert isinstance(source, fx.Node)
-        assert isinstance(dims, list)
-        gone = {d % source.meta["val"].dim() for d in dims}
-        if (
-            torch.Size(n for d, n in enumerate(source.meta["val"].shape) if d not in gone)
-            == output.shape
-        ):
-            total.target, total.args, total.kwargs = (
-                aten.sum.IntList_out,
-                (source, dims, False),
-                {"out": place},
-            )
-            return True
-    return False
+    if not isinstance(total, fx.Node) or len(total.users) != 1:
+        return False
+    if total.target != aten.sum.dim_IntList or total.args[2:] != (True,):
+        return False
+    source, dims = total.args[:2]
+    assert isinstance(source, fx.Node)
+    assert isinstance(dims, list)
+    shape = source.meta["val"].shape
+    gone = {d % len(shape) for d in dims}
+    if torch.Size(n for d, n in enumerate(shape) if d not in gone) != output.shape:
+        return False
+    total.target, total.kwargs = aten.sum.IntList_out, {"out": place}
+    total.args = (source, dims, False)
+    return True
 
 
 def _writes(node: fx.Node) -> bool:
@@ -117,24 +113,24 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _drop_empty_reshapes(graph: fx.Graph) -> None:
-    """Remove transposes of transposes and views that change nothing: they cost a dispatch each and hide the products behind them."""
+    """Remove transposes of transposes, products with one, and views that change nothing.
+
+    They cost a dispatch each, and hide the products behind them.
+    """
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
-        once = node.target in (aten.mul.Scalar, aten.mul.Tensor) and _is_one(node.args[1])
-        if once and all(
-            user.target == aten.view.default for user in node.users
-        ):  # a reshape may be of a part of theta, whose rows are apart
-            for user in node.users:
-                user.target = aten.reshape.default
-        if once and (
-            _layout(node) == _layout(source)
-            or all(user.target == aten.reshape.default for user in node.users)
-        ):
-            node.replace_all_uses_with(source)
+        if node.target in (aten.mul.Scalar, aten.mul.Tensor) and _is_one(node.args[1]):
+            # A view may be of a part of theta, whose rows are apart: then it has to be a reshape.
+            if all(user.target == aten.view.default for user in node.users):
+                for user in node.users:
+                    user.target = aten.reshape.default
+            reshaped = all(user.target == aten.reshape.default for user in node.users)
+            if reshaped or _layout(node) == _layout(source):
+                node.replace_all_uses_with(source)
             continue
         twice = (
             node.target in (aten.t.default, aten.transpose.int)
@@ -143,8 +139,7 @@ def _drop_empty_reshapes(graph: fx.Graph) -> None:
         )
         same = node.target in _RESHAPES and _layout(node) == _layout(source)
         if twice or same:
-            original = source.args[0] if twice else source
-            node.replace_all_uses_with(original)
+            node.replace_all_uses_with(source.args[0] if twice else source)
     graph.eliminate_dead_code(is_impure_node=_writes)
 
 
@@ -157,7 +152,10 @@ def _is_one(factor: object) -> bool:
 
 
 def _add_in_products(graph: fx.Graph) -> None:
-    """`b + x y` as a product that is added to copies of `b`, which wait for nothing: on a GPU the longest row of operations is what takes time."""
+    """Turn `b + x y` into a product that is added to copies of `b`.
+
+    The copies wait for nothing: on a GPU the longest chain of operations takes the time.
+    """
     for node in graph.nodes:
         if node.target != aten.add.Tensor or node.kwargs:
             continue
@@ -169,19 +167,18 @@ def _add_in_products(graph: fx.Graph) -> None:
                 and isinstance(bias, fx.Node)
                 and _layout(node) == _layout(product)
             ):
+                shape, contiguous = list(node.meta["val"].shape), torch.contiguous_format
                 with graph.inserting_before(node):
-                    wide = graph.call_function(
-                        aten.expand.default, (bias, list(node.meta["val"].shape))
-                    )
+                    wide = graph.call_function(aten.expand.default, (bias, shape))
                     copies = graph.call_function(
-                        aten.clone.default, (wide,), {"memory_format": torch.contiguous_format}
+                        aten.clone.default, (wide,), {"memory_format": contiguous}
                     )
                 node.target, node.args = aten.baddbmm_.default, (copies, *product.args)
                 break
     graph.eliminate_dead_code(is_impure_node=_writes)
 
 
-# Small operations of a kind that take a GPU no longer together than each: what they become.
+# Small operations that take a GPU no longer together than each alone, and what they become.
 _TOGETHER: dict[Any, Any] = {
     aten.copy_.default: aten._foreach_copy_.default,
     aten.lerp.Scalar: aten._foreach_lerp.Scalar,
@@ -192,25 +189,27 @@ _TOGETHER: dict[Any, Any] = {
 
 
 def _write_together(graph: fx.Graph) -> None:
-    """Put off what nobody waits for (gradients that are copied to their places, running statistics that move) to the end, and do it there
-    all at once, kind by kind."""
+    """Put off what no operation waits for to the end, and do it there all at once, kind by kind.
+
+    These are gradients that are copied to their places, and running statistics that move.
+    """
     order = {node: number for number, node in enumerate(graph.nodes)}
     late: dict[fx.Node, Hashable] = {}
     for node in reversed(graph.nodes):
         kind = _kind(node)
-        if kind is not None and (
-            _is_last_to_touch(node, order)
-            if _writes(node)
-            else node.users and all(user in late for user in node.users)
-        ):
+        if kind is None:
+            continue
+        if _writes(node):
+            can_wait = _is_last_to_touch(node, order)
+        else:
+            can_wait = bool(node.users) and all(user in late for user in node.users)
+        if can_wait:
             late[node] = kind
     result = next(iter(graph.find_nodes(op="output")))
     with graph.inserting_before(result):
         while late:
             ready = [
-                node
-                for node in reversed(late)
-                if not any(source in late for source in node.all_input_nodes)
+                node for node in reversed(late) if late.keys().isdisjoint(node.all_input_nodes)
             ]
             alike = [node for node in ready if late[node] == late[ready[0]]]
             count = sum(isinstance(argument, fx.Node) for argument in alike[0].args)
@@ -226,7 +225,10 @@ def _write_together(graph: fx.Graph) -> None:
 
 
 def _kind(node: fx.Node) -> Hashable | None:
-    """What operations must have in common to be done together: tensors come first, and the rest is the same."""
+    """What operations must have in common to be done together; None if they cannot be.
+
+    Tensors come first, and the other arguments are the same.
+    """
     if node.target not in _TOGETHER or node.kwargs:
         return None
     values = [
@@ -237,11 +239,8 @@ def _kind(node: fx.Node) -> Hashable | None:
     plain = values[tensors:]
     if any(isinstance(value, Tensor) for value in plain) or len(values) < tensors:
         return None
-    return (
-        node.target,
-        *((t.dtype if isinstance(t, Tensor) else None) for t in values[:tensors]),
-        *plain,
-    )
+    dtypes = [t.dtype if isinstance(t, Tensor) else None for t in values[:tensors]]
+    return (node.target, *dtypes, *plain)
 
 
 def _is_last_to_touch(node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
@@ -256,6 +255,4 @@ def _is_last_to_touch(node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
 
 def _layout(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]] | None:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return None
-    return value.shape, value.stride()
+    return (value.shape, value.stride()) if isinstance(value, Tensor) else None

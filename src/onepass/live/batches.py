@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.engine.batch import Batch
 from onepass.engine.gradients import Loss
-from onepass.engine.module_fleet import INPUT
+from onepass.engine.module_passes import INPUT
 from onepass.errors import InputError
 from onepass.interrupts import Opened
 from onepass.live.inputs import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from onepass.engine.module_fleet import INPUT
+from onepass.engine.module_passes import INPUT
 from onepass.errors import InputError
 from onepass.live.container import AlteredError
 from onepass.live.growth import check_head

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.engine.module_checks import Buffers, as_now
 from onepass.engine.slots import Slots
+from onepass.engine.snapshots import BufferSnapshot, OptimizerSnapshot
 from onepass.errors import InputError, is_out_of_memory
 from onepass.interrupts import Held
 from onepass.learners import method
@@ -246,13 +246,13 @@ def _restore(owner: OnePass, header: Header, state: State) -> None:
 def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """After an error, the module and the optimizer are as they were before."""
     parts = list(module.modules())
-    buffers = Buffers(parts)
+    buffers = BufferSnapshot(parts)
     data = [(parameter, parameter.data) for parameter in module.parameters()]  # wrapping sets it
     before = [
         (part, dict(part._parameters), part.training, part.__dict__.get("out_features"))
         for part in parts
     ]
-    back = None if optimizer is None else as_now(optimizer)
+    settings = None if optimizer is None else OptimizerSnapshot(optimizer)
     try:
         yield
     except BaseException:
@@ -264,8 +264,8 @@ def _unharmed(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         for parameter, values in data:
             parameter.data = values
         buffers.restore()
-        if back is not None:
-            back()
+        if settings is not None:
+            settings.restore()
         raise
 
 
