@@ -63,7 +63,7 @@ def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
     return made, {name: names.count(name) for name in names}
 
 
-@pytest.mark.parametrize("constants", ["torch", "authors"])
+@pytest.mark.parametrize("constants", [pytest.param("torch", marks=pytest.mark.kernels), "authors"])
 def test_batch_norm_of_a_residual_network_takes_in_sums_and_relus_and_their_derivatives(
     constants: str,
 ) -> None:
@@ -158,6 +158,7 @@ def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPa
         fusing.try_out(torch.device("cpu"))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "build",
     [
@@ -404,6 +405,7 @@ def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatc
     assert "cudnn" not in made.code
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", THEN)
 def test_whatever_comes_behind_batch_norm_the_program_computes_it(name: str) -> None:
     then, expected = THEN[name]
@@ -411,6 +413,7 @@ def test_whatever_comes_behind_batch_norm_the_program_computes_it(name: str) -> 
     assert {key: count.get(key, 0) for key in expected} == expected
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "options",
     [
