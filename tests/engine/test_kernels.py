@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from interpreter import DEVICE, INTERPRETED, needs_kernels
-from onepass.engine.gpu import fusing
+from onepass.engine.gpu import kernel_checks
 from onepass.engine.gpu import norm as norms
 from onepass.engine.gpu.convolution import (
     convolve,
@@ -229,12 +229,12 @@ def test_a_convolution_and_what_comes_behind_it_in_evaluation(
 def test_kernels_are_tried_out_before_they_are_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fusing.try_out(DEVICE)
-    monkeypatch.setattr(fusing, "convolve_weights", lambda *given: -convolve_weights(*given))
+    kernel_checks.try_out(DEVICE)
+    monkeypatch.setattr(kernel_checks, "convolve_weights", lambda *given: -convolve_weights(*given))
     with pytest.raises(ArithmeticError):
-        fusing.try_out(DEVICE)
+        kernel_checks.try_out(DEVICE)
     if DEVICE.type == "cuda":
-        fusing.usable.cache_clear()
-        assert not fusing.usable(DEVICE)
+        kernel_checks.usable.cache_clear()
+        assert not kernel_checks.usable(DEVICE)
         assert "kernels of our own are not used" in caplog.text
-        fusing.usable.cache_clear()
+        kernel_checks.usable.cache_clear()
