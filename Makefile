@@ -15,6 +15,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/mypy --strict examples
 	$(BIN)/pytest -m "not long" --numprocesses auto --dist worksteal
+	TRITON_INTERPRET=1 $(BIN)/pytest -m "kernels and not long" --numprocesses auto --dist worksteal tests/engine
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/pytest -m long

@@ -1,6 +1,6 @@
 """Two versions of the source, measured in turns in one run: what a change costs.
 
-    python benchmarks/before_after.py BEFORE AFTER [--rounds 7] [--only steps,wrapper,modules,quickstart]
+    python benchmarks/before_after.py BEFORE AFTER [--rounds 7] [--only steps,wrapper]
 
 BEFORE and AFTER are checkouts (`git worktree add /tmp/before REVISION`). Every round runs each
 measurement once with either, in alternating order, in a process of its own with one thread. The
@@ -8,7 +8,7 @@ table has the median of the rounds' ratios AFTER / BEFORE and their quartiles:
 
 - `steps`: microseconds per run-step as `onepass bench` measures them, for van, ewc and a-gem;
 - `wrapper`: a step of `OnePass` around small nets and a residual one, and `predict`;
-- `modules`: a step of `OnePass` over the plain steps that it consists of, by `benchmarks/wrapper.py`;
+- `modules`: a step of `OnePass` over the plain steps that it consists of (`wrapper.py`);
 - `quickstart`: seconds of `onepass run quickstart`.
 """
 
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
+
+from revisions import run
 
 WRAPPER = """
 import json, sys, time
@@ -44,7 +44,8 @@ for name, (net, shape, reference, steps) in nets.items():
         for _ in range(max(3, 2 * reference // 10)):
             learner.observe(x + torch.randn_like(x), y)
         learner.end_task()
-    for call, what in ((lambda: learner.observe(x, y), "observe"), (lambda: learner.predict(x), "predict")):
+    calls = {"observe": lambda: learner.observe(x, y), "predict": lambda: learner.predict(x)}
+    for what, call in calls.items():
         times = []
         for _ in range(5):
             began = time.perf_counter()
@@ -56,32 +57,11 @@ print(json.dumps(found))
 """
 
 
-def run(tree: Path, command: list[str]) -> str:
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, check=True, capture_output=True, text=True
-    ).stdout
-
-
 def steps(tree: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
-        run(
-            tree,
-            [
-                "-m",
-                "onepass",
-                "bench",
-                "--methods",
-                "van,ewc,a-gem",
-                "--runs",
-                "1,5",
-                "--rounds",
-                "3",
-                "--json",
-                str(path),
-            ],
-        )
+        options = ["--methods", "van,ewc,a-gem", "--runs", "1,5", "--rounds", "3"]
+        run(tree, ["-m", "onepass", "bench", *options, "--json", str(path)])
         rows = json.loads(path.read_text())["rows"]
     return {f"{row['method']}, {row['runs']} runs": row["ours"] for row in rows}
 
@@ -94,16 +74,8 @@ def wrapper(tree: Path) -> dict[str, float]:
 def modules(tree: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "wrapper.md"
-        run(
-            tree,
-            [
-                str(Path(__file__).with_name("wrapper.py")),
-                "--rounds",
-                "10",
-                "--markdown",
-                str(path),
-            ],
-        )
+        program = str(Path(__file__).with_name("wrapper.py"))
+        run(tree, [program, "--rounds", "10", "--markdown", str(path)])
         rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()[2:]]
     return {
         f"A-GEM over plain steps, {row[0]}": float(row[4]) / (float(row[2]) + float(row[3]))
@@ -112,8 +84,6 @@ def modules(tree: Path) -> dict[str, float]:
 
 
 def quickstart(tree: Path) -> dict[str, float]:
-    import time
-
     began = time.perf_counter()
     run(tree, ["-m", "onepass", "run", "quickstart"])
     return {"onepass run quickstart": time.perf_counter() - began}

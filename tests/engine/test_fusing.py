@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from onepass.engine import gpu
 from onepass.engine.architecture import Architecture
-from onepass.engine.gpu import fusing
+from onepass.engine.gpu import fusing, kernel_checks
 from onepass.engine.gpu.convolution import convolve_inputs
-from onepass.engine.gpu.fusing import fuse_answers
+from onepass.engine.gpu.fusing import fuse_forward
 from onepass.engine.gradients import _Row
 from onepass.engine.tracing import trace
 from onepass.models.norm import BatchNorm
@@ -60,7 +60,7 @@ def program(module: nn.Module) -> tuple[fx.GraphModule, dict[str, int]]:
     return made, {name: names.count(name) for name in names}
 
 
-@pytest.mark.parametrize("constants", ["torch", "authors"])
+@pytest.mark.parametrize("constants", [pytest.param("torch", marks=pytest.mark.kernels), "authors"])
 def test_batch_norm_of_a_residual_network_takes_in_sums_and_relus_and_their_derivatives(
     constants: str,
 ) -> None:
@@ -127,7 +127,7 @@ def test_kernels_are_for_float32_on_a_gpu_and_for_what_they_can_count() -> None:
 
 def test_kernels_are_tried_out_in_inference_mode_too() -> None:
     with torch.inference_mode():
-        fusing.try_out(torch.device("cpu"))
+        kernel_checks.try_out(torch.device("cpu"))
 
 
 def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +141,16 @@ def test_kernels_that_round_otherwise_are_not_wrong(monkeypatch: pytest.MonkeyPa
         )
 
     for name in ("convolve", "convolve_inputs", "convolve_weights"):
-        monkeypatch.setattr(fusing, name, coarse(getattr(fusing, name)))
-    fusing.try_out(torch.device("cpu"))
-    monkeypatch.setattr(fusing, "convolve_inputs", lambda *given: 1.01 * convolve_inputs(*given))
+        monkeypatch.setattr(kernel_checks, name, coarse(getattr(kernel_checks, name)))
+    kernel_checks.try_out(torch.device("cpu"))
+    monkeypatch.setattr(
+        kernel_checks, "convolve_inputs", lambda *given: 1.01 * convolve_inputs(*given)
+    )
     with pytest.raises(ArithmeticError, match=r"its gradient by the inputs is off by 0\.01"):
-        fusing.try_out(torch.device("cpu"))
+        kernel_checks.try_out(torch.device("cpu"))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "build",
     [
@@ -165,7 +168,7 @@ def test_in_evaluation_a_convolution_takes_in_batch_norm_and_what_is_behind_it(
         module(torch.randn_like(x) + 1)
     module.eval()
     made = make_fx(module)(x)
-    fuse_answers(made.graph)
+    fuse_forward(made.graph)
     made.graph.eliminate_dead_code()
     made.recompile()
     names = [str(node.target) for node in made.graph.nodes]
@@ -189,7 +192,7 @@ def test_in_evaluation_what_is_not_a_plain_convolution_and_batch_norm_is_left_al
     ):
         x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
         made = make_fx(net.eval())(x)
-        fuse_answers(made.graph)
+        fuse_forward(made.graph)
         made.recompile()
         assert "convolve_norm" not in made.code
         assert torch.allclose(made(x), net(x), atol=1e-5)
@@ -321,7 +324,7 @@ def test_nothing_is_moved_past_what_it_depends_on(
         program(deepcopy(net).train())
     x = torch.randn(IMAGES, 4, 8, 8).contiguous(memory_format=torch.channels_last)
     made = make_fx(net.eval())(x.clone(memory_format=torch.preserve_format))
-    fuse_answers(made.graph)
+    fuse_forward(made.graph)
     made.recompile()
     assert torch.allclose(made(x.clone(memory_format=torch.preserve_format)), net(x), atol=1e-5)
 
@@ -382,6 +385,7 @@ def test_batch_norm_of_cudnn_is_replaced_for_good(monkeypatch: pytest.MonkeyPatc
     assert "cudnn" not in made.code
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", THEN)
 def test_programs_compute_everything_that_may_come_behind_batch_norm(name: str) -> None:
     then, expected = THEN[name]
@@ -389,6 +393,7 @@ def test_programs_compute_everything_that_may_come_behind_batch_norm(name: str) 
     assert {key: count.get(key, 0) for key in expected} == expected
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "options",
     [

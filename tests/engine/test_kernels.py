@@ -1,19 +1,14 @@
-"""Our kernels against plain torch in float64.
-
-They run on a GPU, or with Triton installed anywhere by its interpreter (`TRITON_INTERPRET=1`).
-"""
+"""Our kernels against plain torch in float64: on a GPU, or anywhere by Triton's interpreter."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onepass.engine import gpu
-from onepass.engine.gpu import fusing
+from interpreter import DEVICE, INTERPRETED, needs_kernels
+from onepass.engine.gpu import kernel_checks
 from onepass.engine.gpu import norm as norms
 from onepass.engine.gpu.convolution import (
     convolve,
@@ -24,18 +19,7 @@ from onepass.engine.gpu.convolution import (
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.engine.precision import products
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-
-
-@pytest.fixture(autouse=True)
-def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "by_kernels", lambda *_: True)
-    if INTERPRETED:  # which multiplies the bits of bfloat16
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+pytestmark = [pytest.mark.kernels, needs_kernels]
 
 
 def images(*shape: int, around: float = 0.0) -> Tensor:
@@ -48,19 +32,15 @@ def close(found: Tensor, expected: Tensor, error: float = 2e-6) -> bool:
     return float((found.double() - expected).norm()) <= error * float(expected.norm()) + 1e-9
 
 
-SHAPES = [
-    (3, 20, 5, 5),
-    (2, 40, 3, 3),
-    (7, 80, 4, 4),
-    (2, 160, 2, 2),
-    (1, 3, 4, 4),
-    (5, 20, 32, 32),
-    (5, 7, 30, 31),
-]
+ALONE = [(3, 20, 5, 5), (2, 40, 3, 3), (7, 80, 4, 4), (2, 160, 2, 2), (1, 3, 4, 4)]
+SHARED = [(2, 7, 33, 33)] if INTERPRETED else [(2, 7, 33, 33), (5, 20, 32, 32)]
 
 
-@pytest.mark.parametrize("parts", [128, 16], ids=["few sums", "many sums"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [(shape, norms.PARTS) for shape in ALONE + SHARED] + [(shape, 16) for shape in SHARED],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("relu", "adds", "by_out"),
     [
@@ -114,7 +94,7 @@ def test_batch_norm_and_what_surrounds_it_and_its_gradient(
 
 
 def test_batch_norm_without_running_statistics_moves_none() -> None:
-    for shape in SHAPES[:2] + SHAPES[5:]:
+    for shape in ALONE[:2] + SHARED:
         x = images(*shape)
         weight, bias = torch.rand(shape[1], device=DEVICE), torch.randn(shape[1], device=DEVICE)
         out, *_ = norm(x, weight, bias, None, None, None, 0.1, 1e-5, True)
@@ -122,7 +102,7 @@ def test_batch_norm_without_running_statistics_moves_none() -> None:
         assert close(out, functional.batch_norm(*wide, True).relu())
 
 
-@pytest.mark.parametrize("shape", [(3, 20, 5, 5), (5, 20, 32, 32)], ids=str)
+@pytest.mark.parametrize("shape", [ALONE[0], SHARED[-1]], ids=str)
 def test_weights_and_statistics_may_lie_anywhere(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, g, table = images(*shape), images(*shape), torch.rand(shape[1], 4, device=DEVICE) + 0.5
@@ -135,14 +115,14 @@ def test_weights_and_statistics_may_lie_anywhere(shape: tuple[int, ...]) -> None
         g, None, x, table[:, 0].clone(), table[:, 1].clone(), mean, inverse, None, True, True
     )
     assert all(torch.equal(one, other) for one, other in zip(back, again, strict=True))
-    w = images(20, 20, 3, 3)
+    w = images(shape[1], shape[1], 3, 3)
     columns = table.unbind(1)
     one = convolve_norm(x, w, 1, 1, *columns, 1e-3, None, True)
-    other = convolve_norm(x, w, 1, 1, *(column.clone() for column in columns), 1e-3, None, True)
+    other = convolve_norm(x, w, 1, 1, *(c.clone() for c in columns), 1e-3, None, True)
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("shape", [(3, 20, 5, 5), (5, 20, 32, 32)], ids=str)
+@pytest.mark.parametrize("shape", [ALONE[0], SHARED[-1]], ids=str)
 @pytest.mark.parametrize("by_out", [False, True])
 def test_what_is_not_a_number_stays_so(shape: tuple[int, ...], by_out: bool) -> None:
     x, g, ones = images(*shape), images(*shape), torch.ones(shape[1], device=DEVICE)
@@ -155,8 +135,8 @@ def test_what_is_not_a_number_stays_so(shape: tuple[int, ...], by_out: bool) -> 
     )
     assert found[0][:, 3].isnan().all()
     assert torch.equal(kept[:, 3], g[:, 3])  # as torch's derivative of ReLU
-    w, four = images(4, 20, 3, 3), torch.ones(4, 4, device=DEVICE)
-    assert convolve_norm(x, w, 1, 1, *four, 1e-3, None, True)[0, :, 2, 2].isnan().all()
+    w, columns = images(4, shape[1], 3, 3), torch.ones(4, 4, device=DEVICE)
+    assert convolve_norm(x, w, 1, 1, *columns, 1e-3, None, True)[0, :, 2, 2].isnan().all()
 
 
 def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None:
@@ -169,7 +149,11 @@ def test_the_variance_does_not_depend_on_the_first_pixel_being_typical() -> None
     )
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["float32", "TF32"])
+@pytest.mark.parametrize(
+    "exact",
+    [True] if INTERPRETED else [True, False],
+    ids=lambda exact: "float32" if exact else "TF32",
+)
 @pytest.mark.parametrize(
     ("inputs", "outputs", "size", "stride", "side"),
     [
@@ -189,7 +173,8 @@ def test_convolutions_and_their_gradients(
     inputs: int, outputs: int, size: int, stride: int, side: int, exact: bool
 ) -> None:
     torch.manual_seed(0)
-    x, w, padding = images(7, inputs, size, size), images(outputs, inputs, side, side), side // 2
+    x, padding = images(2 if INTERPRETED else 7, inputs, size, size), side // 2
+    w = images(outputs, inputs, side, side)
     a, b = (t.double().requires_grad_() for t in (x, w))
     y = torch.conv2d(a, b, stride=stride, padding=padding)
     g = images(*y.shape)
@@ -205,7 +190,7 @@ def test_convolutions_and_their_gradients(
     for name, value in found.items():
         assert value.shape == expected[name].shape
         assert value.is_contiguous(memory_format=torch.channels_last)
-        assert close(value, expected[name], 2e-6 if exact or INTERPRETED else 2e-3)
+        assert close(value, expected[name], 2e-6 if exact else 2e-3)
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -238,12 +223,12 @@ def test_a_convolution_and_what_comes_behind_it_in_evaluation(
 def test_kernels_are_tried_out_before_they_are_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fusing.try_out(DEVICE)
-    monkeypatch.setattr(fusing, "convolve_weights", lambda *given: -convolve_weights(*given))
+    kernel_checks.try_out(DEVICE)
+    monkeypatch.setattr(kernel_checks, "convolve_weights", lambda *given: -convolve_weights(*given))
     with pytest.raises(ArithmeticError):
-        fusing.try_out(DEVICE)
+        kernel_checks.try_out(DEVICE)
     if DEVICE.type == "cuda":
-        fusing.usable.cache_clear()
-        assert not fusing.usable(DEVICE)
+        kernel_checks.usable.cache_clear()
+        assert not kernel_checks.usable(DEVICE)
         assert "kernels of our own are not used" in caplog.text
-        fusing.usable.cache_clear()
+        kernel_checks.usable.cache_clear()

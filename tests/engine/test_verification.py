@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
-from onepass.engine.gpu import fusing
+from onepass.engine.gpu import kernel_checks
 from onepass.engine.gpu.norm import norm_backward
 from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
@@ -369,16 +369,16 @@ def twice(x: Tensor, right: bool) -> Tensor:
 
 
 def test_kernels_are_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "_OURS", {twice._opoverload})
+    monkeypatch.setattr(kernel_checks, "OPERATIONS", {twice._opoverload})
     for right in (True, False):
         graph = fx.Graph()
         graph.output(graph.call_function(twice._opoverload, (graph.placeholder("x"), right)))
         made = fx.GraphModule({}, graph)
         if right:
-            fusing.check_kernels(made, [torch.ones(3)])
+            kernel_checks.check_kernels(made, [torch.ones(3)])
         else:
             with pytest.raises(ArithmeticError, match="onepass_tests"):
-                fusing.check_kernels(made, [torch.ones(3)])
+                kernel_checks.check_kernels(made, [torch.ones(3)])
 
 
 @pytest.mark.parametrize(
@@ -423,14 +423,14 @@ def test_a_relu_that_rounding_turns_on_is_no_fault_of_a_kernel(
     inputs = (g, None, *given, None, True, False)
     graph.output(graph.call_function(norm_backward._opoverload, inputs))
     made = fx.GraphModule({}, graph)
-    fusing.check_kernels(made, arguments)
+    kernel_checks.check_kernels(made, arguments)
     monkeypatch.setattr(
         fx.Interpreter,
         "call_function",
         lambda _, target, args, kwargs: [1.01 * part for part in target(*args)],
     )
     with pytest.raises(ArithmeticError, match="norm_backward"):
-        fusing.check_kernels(made, arguments)
+        kernel_checks.check_kernels(made, arguments)
 
 
 def test_a_program_that_was_traced_in_float32_is_verified_in_float64() -> None:

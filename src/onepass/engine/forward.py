@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from onepass.engine.architecture import Architecture
 from onepass.engine.cuda_streams import Graph, captured, is_capturing
-from onepass.engine.gpu.fusing import fuse_answers, usable
+from onepass.engine.gpu.fusing import fuse_forward
+from onepass.engine.gpu.kernel_checks import usable
 from onepass.engine.precision import products, untried
 from onepass.errors import first_line, is_out_of_memory
 
@@ -102,7 +103,7 @@ class TracedForward:
         try:
             made = make_fx(plain)(*arguments)
             if usable(arguments[-1].device):
-                fuse_answers(made.graph)
+                fuse_forward(made.graph)
                 made.graph.eliminate_dead_code()
                 made.recompile()
             program: Program = made.forward

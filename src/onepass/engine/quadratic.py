@@ -25,7 +25,6 @@ nothing but its errors.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -145,71 +144,15 @@ def _on_device(matrices: Tensor, starts: Tensor, noise: float) -> tuple[Tensor, 
     runs, n = starts.shape
     side = min(side for side in WARPS if side >= n)
     u, ended = torch.empty_like(starts), torch.empty(runs, dtype=torch.bool, device=starts.device)
-    with torch.cuda.device(starts.device):  # kernels start on the current device
-        _kernel()[(runs,)](matrices, starts, u, ended, n, side, noise, num_warps=WARPS[side])
+    constants = noise, SLACK, PATIENCE, MOST, STEPS
+    with gpu.device_of(starts):
+        _kernels().pivot[(runs,)](
+            matrices, starts, u, ended, n, side, *constants, num_warps=WARPS[side]
+        )
     return u, ended
 
 
-@cache
-def _kernel() -> Any:
-    """`_pivoted`, line by line, with one program per run.
+def _kernels() -> Any:
+    from onepass.engine.gpu import pivot_kernels
 
-    Vectors lie along the columns of the tile, of which a thread has few.
-    """
-    import triton
-    import triton.language as tl
-
-    slack, steps = tl.constexpr(SLACK), tl.constexpr(STEPS)
-    patience, most = tl.constexpr(PATIENCE), tl.constexpr(MOST)
-
-    def pivoted(
-        matrices: tl.tensor,
-        starts: tl.tensor,
-        found: tl.tensor,
-        ended: tl.tensor,
-        n: tl.tensor,
-        side: tl.constexpr,
-        noise: tl.constexpr,
-    ) -> None:
-        run = tl.program_id(0).to(tl.int64)
-        i = tl.arange(0, side)
-        here = i < n
-        places = matrices + run * n * n + i[:, None] * n + i[None, :]
-        s = tl.load(places, mask=here[:, None] & here[None, :], other=0.0)
-        c = tl.load(starts + run * n + i, mask=here, other=0.0)
-        diagonal = tl.sum(tl.where(i[:, None] == i[None, :], s, 0.0), 0)
-        sign = tl.full((side,), 1.0, tl.float64)
-        before = tl.zeros((side,), tl.float64)
-        size = tl.full((), float("inf"), tl.float64)
-        least = tl.full((), 0.0, tl.float64)
-        exchanges, step, going = 0, 0, n > 0
-        while going:
-            values = tl.where((sign > 0) & (diagonal < noise / 2), 0.0, sign * c)
-            values /= tl.sqrt(tl.maximum(tl.abs(diagonal), 1.0))
-            if (tl.min(values) < -slack) & (exchanges < most * n):
-                least_index = tl.min(tl.where(values < -slack, i, side))
-                k = tl.where(exchanges < patience * n, tl.argmin(values, 0), least_index)
-                y = tl.where(i == k, -sign, tl.sum(tl.where(i[:, None] == k, s, 0.0), 0))
-                pivot = tl.sum(tl.where(i == k, diagonal, 0.0))
-                value = tl.sum(tl.where(i == k, c, 0.0))
-                s = tl.where((i[:, None] == k) | (i[None, :] == k), 0.0, s)
-                s -= (y / pivot)[:, None] * y[None, :]
-                c = tl.where(i == k, 0.0, c) - y * (value / pivot)
-                diagonal = tl.where(i == k, 0.0, diagonal) - y * (y / pivot)
-                sign = tl.where(i == k, -sign, sign)
-                exchanges += 1
-            else:
-                u = tl.where(sign < 0, tl.maximum(-c, 0.0), 0.0)
-                change = noise * (before - u)
-                least = tl.min(sign * c)
-                last = size
-                size = tl.sqrt(tl.sum(change * change))
-                before = tl.where(size <= last, u, before)
-                moved = tl.where(sign < 0, change, 0.0)
-                c += tl.where(sign > 0, change, 0.0) - tl.sum(s * moved[:, None], 0)
-                step += 1
-                going = (size > slack) & (size <= last) & (step < steps)
-        tl.store(found + run * n + i, before, mask=here)
-        tl.store(ended + run, (exchanges < most * n) & (least >= -(noise**0.5)))
-
-    return triton.jit(pivoted, do_not_specialize=["n"])  # or it is compiled again for some of them
+    return pivot_kernels

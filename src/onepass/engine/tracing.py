@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onepass.engine.gpu.fusing import fuse, usable
+from onepass.engine.gpu.fusing import fuse
+from onepass.engine.gpu.kernel_checks import usable
 
 aten = torch.ops.aten
 _WITH_OUT = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}

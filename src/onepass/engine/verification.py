@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from onepass.engine.architecture import Architecture
-from onepass.engine.gpu.fusing import check_kernels
+from onepass.engine.gpu.kernel_checks import check_kernels
 from onepass.errors import first_line, is_out_of_memory
 
 WITHIN = 1e-3  # of the length of a gradient

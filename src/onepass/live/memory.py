@@ -37,7 +37,6 @@ class StreamMemory(NeverCaptured):
     taken. A `Selection` decides which examples stay in which `Rows`, a `Storage` holds them.
     """
 
-
     def __init__(
         self,
         fleet: ModuleFleet,

@@ -1,4 +1,7 @@
-"""Kernels of our own (Triton) for what torch's take long over on a GPU, as operations of torch, and how they get into a program."""
+"""Triton kernels for what torch's operations are slow at on a GPU, as operations of torch.
+
+`fusing` puts them into a traced program, `kernel_checks` compares them with torch's operations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 @cache
 def has_triton() -> bool:
-    """It comes with torch for CUDA. Whether it finds a compiler for C is another question."""
+    """Whether Triton is installed, as it is with torch for CUDA; it may still lack a C compiler."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -21,11 +24,13 @@ def has_triton() -> bool:
 
 
 def by_kernels(x: Tensor, numbers: int = 0) -> bool:
-    """On a CPU, in float64 and where kernels count further than they can, the same operations are written with torch's. `numbers` is how many other
-    images have."""
+    """Whether kernels compute an operation on `x`, whose other images have `numbers` elements.
+
+    On a CPU, in float64 and beyond the range of a kernel's indices torch's operations do.
+    """
     return x.is_cuda and x.dtype == torch.float32 and max(x.numel(), numbers) < 2**31 - 2**20
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device."""
+    """Make the device of `x` the current one, on which kernels start."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

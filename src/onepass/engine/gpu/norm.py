@@ -1,12 +1,16 @@
-"""Batch-norm with what surrounds it (the sum with a shortcut, ReLU, and their derivatives) in one operation, for images that lie channels last.
+"""Batch-norm with what surrounds it in one operation, for images that lie channels last.
 
-On a GPU batch-norm, sum and ReLU do little with every number that they read, so bytes are what counts. With `x` `[M, C]`, a row a pixel:
+That is the sum with a shortcut, ReLU, and their derivatives. On a GPU batch-norm, sum and ReLU do
+little with every number that they read, so bytes are what counts. With `x` `[M, C]`, one row per
+pixel:
 
-    out = f(γ (x − m) / √(v + ε) + β + shortcut),   f = ReLU or nothing, m and v the mean and variance of the columns
-    z = (g + more) f'(out),   ∂γ = Σ z x̂,   ∂β = Σ z,   ∂x = γ / √(v + ε) (z − Σz / M − x̂ Σ(z x̂) / M),   x̂ = (x − m) / √(v + ε)
+    out = f(γ (x − m) / √(v + ε) + β + shortcut)
+    z = (g + more) f'(out),   ∂γ = Σ z x̂,   ∂β = Σ z,   x̂ = (x − m) / √(v + ε)
+    ∂x = γ / √(v + ε) (z − Σz / M − x̂ Σ(z x̂) / M)
 
-are two kernels each way, one that sums and one that writes, or one where a few columns fit into the registers of one multiprocessor. Sums
-are added in a fixed order.
+where f is ReLU or nothing, and m and v are the mean and variance of the columns. Each way takes two
+kernels, one that sums and one that writes, or a single one where a few columns fit into the
+registers of one multiprocessor. Sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,21 +24,19 @@ from torch import Tensor
 from onepass.engine import gpu
 
 SMALL = 2048  # rows that one kernel does alone
-TILE, WIDE, WARPS, MOST = (
-    4096,
-    32,
-    4,
-    528,
-)  # numbers of a tile, how many channels it has, warps that have one, and programs
-PARTS = 128  # sums of programs that whoever wants to know adds up; more are added up by a kernel of their own
+TILE = 4096  # elements of a tile
+WIDE = 32  # channels of a tile
+WARPS = 4  # per tile
+MOST = 528  # programs
+PARTS = 128  # partial sums that a kernel adds up itself; a kernel of its own adds up more
 LAST = torch.channels_last
 
 
 @torch.library.custom_op(
     "onepass::norm",
     mutates_args=("running_mean", "running_var"),
-    schema="(Tensor x, Tensor weight, Tensor bias, Tensor? shortcut, Tensor(a!)? running_mean, Tensor(b!)? running_var, float share, float eps,"
-    " bool relu) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor bias, Tensor? shortcut, Tensor(a!)? running_mean,"
+    " Tensor(b!)? running_var, float share, float eps, bool relu) -> (Tensor, Tensor, Tensor)",
 )
 def norm(
     x: Tensor,
@@ -47,24 +49,22 @@ def norm(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `m` and `1 / √(v + ε)`. Running statistics, if given, move: `r ← (1 − share) r + share b`, where `b` is `m` or `v M / (M − 1)`."""
+    """`out`, `m` and `1 / √(v + ε)`.
+
+    Running statistics, if given, move: `r ← (1 − share) r + share b`, where `b` is `m` or
+    `v M / (M − 1)`.
+    """
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     if not gpu.by_kernels(x):
         variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
         inverse = (variance + eps).rsqrt()
-        out = (
-            _wide(inverse * weight) * (x - _wide(mean))
-            + _wide(bias)
-            + (0 if shortcut is None else shortcut)
-        )
+        out = _wide(inverse * weight) * (x - _wide(mean)) + _wide(bias)
+        out = out + (0 if shortcut is None else shortcut)
         if running_mean is not None and running_var is not None:
             running_mean.lerp_(mean, share)
             running_var.lerp_(variance * rows / (rows - 1), share)
-        return (out.relu() if relu else out).contiguous(memory_format=LAST), mean, inverse
-    x, shortcut = (
-        x.contiguous(memory_format=LAST),
-        None if shortcut is None else shortcut.contiguous(memory_format=LAST),
-    )
+        return _dense(out.relu() if relu else out), mean, inverse
+    x, shortcut = _dense(x), None if shortcut is None else _dense(shortcut)
     weight, bias = weight.contiguous(), bias.contiguous()
     out, mean, inverse = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     plan, kernels = _Plan(rows, channels), _kernels()
@@ -86,8 +86,8 @@ def norm(
 @torch.library.custom_op(
     "onepass::norm_backward",
     mutates_args=(),
-    schema="(Tensor g, Tensor? more, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor inverse, Tensor? out, bool relu, bool keep)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor g, Tensor? more, Tensor x, Tensor weight, Tensor bias, Tensor mean,"
+    " Tensor inverse, Tensor? out, bool relu, bool keep) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def norm_backward(
     g: Tensor,
@@ -101,87 +101,44 @@ def norm_backward(
     relu: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`∂x`, `∂γ`, `∂β` and, with `keep`, `z`. Where `relu`, `out` tells its derivative, or, if there was no shortcut, `x` does."""
+    """`∂x`, `∂γ`, `∂β` and, with `keep`, `z`.
+
+    The derivative of `relu` comes from `out`, or from `x` if there was no shortcut.
+    """
     if not gpu.by_kernels(x):
         hat = (x - _wide(mean)) * _wide(inverse)
         z = g if more is None else g + more
         if relu:
-            z = torch.where(
-                (_wide(weight) * hat + _wide(bias) if out is None else out) <= 0, 0.0, z
-            )
+            out = _wide(weight) * hat + _wide(bias) if out is None else out
+            z = torch.where(out <= 0, 0.0, z)
         ones, products = z.sum((0, 2, 3)), (z * hat).sum((0, 2, 3))
         count = x.numel() // x.shape[1]
         gx = _wide(weight * inverse) * (z - _wide(ones / count) - hat * _wide(products / count))
-        return (
-            gx.contiguous(memory_format=LAST),
-            products,
-            ones,
-            z.contiguous(memory_format=LAST).clone() if keep else z.new_empty(0),
-        )
-    g, x = g.contiguous(memory_format=LAST), x.contiguous(memory_format=LAST)
+        return _dense(gx), products, ones, _dense(z).clone() if keep else z.new_empty(0)
+    g, x = _dense(g), _dense(x)
     weight, bias, mean, inverse = (t.contiguous() for t in (weight, bias, mean, inverse))
-    more, out = (None if t is None else t.contiguous(memory_format=LAST) for t in (more, out))
-    rows, channels, gx = x.numel() // x.shape[1], x.shape[1], torch.empty_like(x)
+    more, out = (None if t is None else _dense(t) for t in (more, out))
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
     z = torch.empty_like(x) if keep else x.new_empty(0)
-    gw, gb = torch.empty_like(weight), torch.empty_like(weight)
+    gradients = gx, gw, gb = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    columns = weight, bias, mean, inverse
     plan, kernels = _Plan(rows, channels), _kernels()
     how = {"RELU": relu, "BY_OUT": out is not None, "MORE": more is not None}
     with gpu.device_of(x):
         if plan.alone:
             kernels.alone_backward[(plan.blocks,)](
-                g,
-                more,
-                x,
-                weight,
-                bias,
-                mean,
-                inverse,
-                out,
-                gx,
-                gw,
-                gb,
-                z,
-                rows,
-                KEEP=keep,
-                **plan.fixed,
-                **how,
+                *(g, more, x, *columns, out, *gradients, z, rows), KEEP=keep, **plan.fixed, **how
             )
             return gx, gw, gb, z
         sums = x.new_empty(plan.parts, 2, channels)
         kernels.products[(plan.parts, plan.blocks)](
-            g,
-            more,
-            x,
-            weight,
-            bias,
-            mean,
-            inverse,
-            out,
-            z,
-            sums,
-            rows,
-            KEEP=keep,
-            **plan.fixed,
-            **how,
+            *(g, more, x, *columns, out, z, sums, rows), KEEP=keep, **plan.fixed, **how
         )
         parts = _total(sums, plan)
         if keep:
             g, more, out, how = z, None, None, dict.fromkeys(how, False)
         kernels.spread[(plan.parts, plan.blocks)](
-            g,
-            more,
-            x,
-            weight,
-            bias,
-            mean,
-            inverse,
-            out,
-            sums,
-            gx,
-            gw,
-            gb,
-            rows,
-            parts,
+            *(g, more, x, *columns, out, sums, *gradients, rows, parts),
             PARTS=PARTS,
             **plan.fixed,
             **how,
@@ -191,7 +148,7 @@ def norm_backward(
 
 @cache
 class _Plan:
-    """How the kernels share the work: `wide` columns and `rows` rows a tile, `parts` programs."""
+    """How the kernels share the work: tiles of `rows` by `wide`, and `parts` programs."""
 
     def __init__(self, rows: int, channels: int) -> None:
         self.alone = rows <= SMALL
@@ -215,8 +172,12 @@ def _wide(column: Tensor) -> Tensor:
     return column[:, None, None]
 
 
+def _dense(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=LAST)
+
+
 def _total(sums: Tensor, plan: _Plan) -> int:
-    """How many parts of the sums are left: many are added up once, few by whoever wants to know."""
+    """How many parts of the sums are left, after many are added up."""
     if plan.parts <= PARTS:
         return plan.parts
     _kernels().total[(-(-sums.shape[2] // 4),)](

@@ -1,4 +1,7 @@
-"""The kernels of `norm`: a program has some rows (pixels) and `WIDE` columns (channels) at a time. Imported only where there is Triton."""
+"""The kernels of `norm`. Imported only where there is Triton.
+
+A program has some rows (pixels) and `WIDE` columns (channels) at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def columns(block, C: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def answer(v, mean, scale, shift, shortcut, at, mask, RELU: tl.constexpr, ADDS: tl.constexpr):
+def normed(v, mean, scale, shift, shortcut, at, mask, RELU: tl.constexpr, ADDS: tl.constexpr):
+    """A tile, normalised, with the sum and ReLU behind it."""
     v = (v - mean[None, :]) * scale[None, :] + shift[None, :]
     if ADDS:
         v += tl.load(shortcut + at, mask=mask, other=0.0)
@@ -39,14 +43,13 @@ def about(x, rows, c, mine, C: tl.constexpr, ROWS: tl.constexpr):
     """The mean of the first rows of each column."""
     row = tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & mine[None, :]
-    return tl.sum(tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0), 0) / tl.minimum(
-        rows, ROWS
-    )
+    total = tl.sum(tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0), 0)
+    return total / tl.minimum(rows, ROWS)
 
 
 @triton.jit
 def moments(x, sums, rows, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Σ (x − p) and Σ (x − p)² of every column, where p is near its mean, so that little cancels."""
+    """Σ (x − p) and Σ (x − p)² of every column; p is near its mean, so that little cancels."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     c, mine = columns(tl.program_id(1), C, WIDE)
     pivot = about(x, rows, c, mine, C, ROWS)
@@ -73,26 +76,25 @@ def total(sums, parts, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr)
 
 @triton.jit
 def note(
-    c, mine, mean, inverse, variance, means, inverses, running_mean, running_var, share, rows, MOVES: tl.constexpr,
+    c, mine, mean, inverse, variance, means, inverses, running_mean, running_var, share, rows,
+    MOVES: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of a batch down, and move the running ones."""
+    """Store the statistics of a batch, and move the running ones."""
     tl.store(means + c, mean, mask=mine)
     tl.store(inverses + c, inverse, mask=mine)
     if MOVES:
-        before, spread = (
-            tl.load(running_mean + c, mask=mine, other=0.0),
-            tl.load(running_var + c, mask=mine, other=0.0),
-        )
+        before = tl.load(running_mean + c, mask=mine, other=0.0)
+        spread = tl.load(running_var + c, mask=mine, other=0.0)
         tl.store(running_mean + c, before + share * (mean - before), mask=mine)
-        tl.store(
-            running_var + c, spread + share * (variance * (rows / (rows - 1.0)) - spread), mask=mine
-        )
+        to = running_var + c
+        tl.store(to, spread + share * (variance * (rows / (rows - 1.0)) - spread), mask=mine)
 
 
 @triton.jit
 def normalise(
-    x, shortcut, weight, bias, out, means, inverses, running_mean, running_var, share, eps, rows, sums, parts,
-    C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, RELU: tl.constexpr, ADDS: tl.constexpr, MOVES: tl.constexpr, PARTS: tl.constexpr,
+    x, shortcut, weight, bias, out, means, inverses, running_mean, running_var, share, eps, rows,
+    sums, parts, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    RELU: tl.constexpr, ADDS: tl.constexpr, MOVES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     c, mine = columns(tl.program_id(1), C, WIDE)
@@ -103,34 +105,23 @@ def normalise(
     inverse = tl.rsqrt(variance + eps)
     if program == 0:
         note(
-            c,
-            mine,
-            mean,
-            inverse,
-            variance,
-            means,
-            inverses,
-            running_mean,
-            running_var,
-            share,
-            rows,
-            MOVES,
-        )
-    scale, shift = (
-        tl.load(weight + c, mask=mine, other=0.0) * inverse,
-        tl.load(bias + c, mask=mine, other=0.0),
-    )
+            c, mine, mean, inverse, variance, means, inverses, running_mean, running_var,
+            share, rows, MOVES,
+        )  # fmt: skip
+    scale = tl.load(weight + c, mask=mine, other=0.0) * inverse
+    shift = tl.load(bias + c, mask=mine, other=0.0)
     for start in range(program * ROWS, rows, programs * ROWS):
         row = start + tl.arange(0, ROWS)
         mask, at = (row < rows)[:, None] & mine[None, :], row[:, None] * C + c[None, :]
         v = tl.load(x + at, mask=mask, other=0.0)
-        tl.store(out + at, answer(v, mean, scale, shift, shortcut, at, mask, RELU, ADDS), mask=mask)
+        tl.store(out + at, normed(v, mean, scale, shift, shortcut, at, mask, RELU, ADDS), mask=mask)
 
 
 @triton.jit
 def alone(
     x, shortcut, weight, bias, out, means, inverses, running_mean, running_var, share, eps, rows,
-    C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, RELU: tl.constexpr, ADDS: tl.constexpr, MOVES: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    RELU: tl.constexpr, ADDS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     c, mine = columns(tl.program_id(0), C, WIDE)
     row = tl.arange(0, ROWS)
@@ -141,24 +132,12 @@ def alone(
     variance = tl.sum(far * far, 0) / rows
     inverse = tl.rsqrt(variance + eps)
     note(
-        c,
-        mine,
-        mean,
-        inverse,
-        variance,
-        means,
-        inverses,
-        running_mean,
-        running_var,
-        share,
-        rows,
+        c, mine, mean, inverse, variance, means, inverses, running_mean, running_var, share, rows,
         MOVES,
-    )
-    scale, shift = (
-        tl.load(weight + c, mask=mine, other=0.0) * inverse,
-        tl.load(bias + c, mask=mine, other=0.0),
-    )
-    tl.store(out + at, answer(v, mean, scale, shift, shortcut, at, mask, RELU, ADDS), mask=mask)
+    )  # fmt: skip
+    scale = tl.load(weight + c, mask=mine, other=0.0) * inverse
+    shift = tl.load(bias + c, mask=mine, other=0.0)
+    tl.store(out + at, normed(v, mean, scale, shift, shortcut, at, mask, RELU, ADDS), mask=mask)
 
 
 @triton.jit
@@ -173,9 +152,8 @@ def derived(
         z += tl.load(more + at, mask=mask, other=0.0)
     if RELU:
         if BY_OUT:
-            z = tl.where(
-                tl.load(out + at, mask=mask, other=0.0) <= 0, 0.0, z
-            )  # what is not a number lets a gradient through, as torch does
+            # What is not a number lets a gradient through, as torch does.
+            z = tl.where(tl.load(out + at, mask=mask, other=0.0) <= 0, 0.0, z)
         else:
             z = tl.where(far * scale[None, :] + shift[None, :] <= 0, 0.0, z)
     return z, far * inverse[None, :]
@@ -184,10 +162,8 @@ def derived(
 @triton.jit
 def constants(weight, bias, means, inverses, c, mine):
     inverse = tl.load(inverses + c, mask=mine, other=0.0)
-    scale, shift = (
-        tl.load(weight + c, mask=mine, other=0.0) * inverse,
-        tl.load(bias + c, mask=mine, other=0.0),
-    )
+    scale = tl.load(weight + c, mask=mine, other=0.0) * inverse
+    shift = tl.load(bias + c, mask=mine, other=0.0)
     return tl.load(means + c, mask=mine, other=0.0), inverse, scale, shift
 
 
