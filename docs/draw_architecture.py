@@ -31,8 +31,8 @@ ROOMS = {
     "live": "OnePass: the user's module",
     "learners": "one file per method",
     "memory": "the episodic memory",
-    "engine": "the fleet: theta [R, P]",
     "streams": "where tasks come from",
+    "engine": "the fleet: theta [R, P]",
     "models": "plain nn.Modules",
 }
 FOUNDATION = "foundations"  # modules below all rooms, such as errors, files and random numbers

@@ -78,27 +78,27 @@ MUTANTS = [
         ("projects against the sum of both", "project(g, g_ref, out=g)", "project(g, g + g_ref)"),
     ),
     *of(
-        "learners/base.py",
+        "learners/rehearsal.py",
         "tests/learners/test_agem.py tests/learners/test_er.py",
         (
             "reference always moves batch-norm",
-            "self.fleet.grad(reference, update_buffers=self.moves)",
+            "self.fleet.grad(reference, update_buffers=self.option.reference_moves_buffers)",
             "self.fleet.grad(reference)",
         ),
         ("never ends a task in the memory", "        self.episodic.end_task()\n", "        pass\n"),
     ),
     *of(
-        "memory.py",
+        "memory/sampling.py",
+        "tests/test_memory.py",
+        ("biased reservoir", "uniform * (number + 1)", "uniform * number"),
+    ),
+    *of(
+        "memory/fleet.py",
         "tests/test_memory.py tests/learners/test_sgem.py",
         (
             "shows the current task",
             "        if self.include_current:\n            return self",
             "        if not self.include_current:\n            return self",
-        ),
-        (
-            "biased reservoir",
-            "(uniform_at(self._random, number) * (order + 1)).long()",
-            "(uniform_at(self._random, number) * order).long()",
         ),
         (
             "gives the memory of another task",
@@ -112,32 +112,44 @@ MUTANTS = [
         ),
     ),
     *of(
-        "streams/slots.py",
-        "tests/streams/test_slots.py tests/learners/test_agem.py",
+        "engine/slots.py",
+        "tests/engine/test_slots.py tests/learners/test_agem.py",
         (
             "softmax over all slots",
-            "rivals, place = self.trained.select(logits, slots), self.trained.position[slots] if self.trained.partial else slots",
+            "rivals, place = self.trained.select(logits, slots), self.trained.place(slots)",
             "rivals, place = logits, slots",
         ),
     ),
     *of(
-        "streams/batch.py",
+        "engine/batch.py",
         "tests/learners/test_er.py",
         (
             "a row that sits out learns from the memory",
             "*(range(width, width + second) if first else ())",
             "*range(width, width + second)",
         ),
-        ("padding among the examples", "tuple(sizes), {name", "None, {name"),
+        ("padding among the examples", "tuple(sizes), extra)", "None, extra)"),
     ),
     *of(
         "learners/gem.py",
         "tests/learners/test_gem.py tests/learners/test_sgem.py",
         ("sign of the gradient", "np.concatenate([-root[:, -1],", "np.concatenate([root[:, -1],"),
-        ("only the last task's constraint", "for k in past]", "for k in past[-1:]]"),
-        ("only the first task's constraint", "for k in past]", "for k in past[:1]]"),
-        ("solves where nothing is violated", "((along < 0) & (squares", "((along > 0) & (squares"),
-        ("waits until all are violated", "(squares > TINY)).any(1)", "(squares > TINY)).all(1)"),
+        (
+            "only the last task's constraint",
+            "in range(self.episodic.task):",
+            "in range(self.episodic.task)[-1:]:",
+        ),
+        (
+            "only the first task's constraint",
+            "in range(self.episodic.task):",
+            "in range(self.episodic.task)[:1]:",
+        ),
+        ("solves where nothing is violated", "wrong = (along < 0)", "wrong = (along > 0)"),
+        (
+            "waits until all are violated",
+            "violated = wrong.any(1) & along",
+            "violated = wrong.all(1) & along",
+        ),
         (
             "multipliers in wrong units",
             "(nonnegative(matrix, target) + least) * length / scale",
@@ -153,8 +165,8 @@ MUTANTS = [
         ),
         (
             "stores before it looks, and looks at it",
-            "past = range(self.episodic.task)",
-            "past = range(self.episodic.task + 1)",
+            "in range(self.episodic.task):",
+            "in range(self.episodic.task + 1):",
         ),
     ),
     *of(
@@ -163,7 +175,7 @@ MUTANTS = [
         ("always the first task", "(uniform * self.episodic.task)", "(uniform * 1)"),
         (
             "one task for a whole task",
-            "(self.episodic.task << 32) + self.number",
+            "(self.episodic.task << 32) + self.fleet.steps_in_task",
             "self.episodic.task << 32",
         ),
         (
@@ -193,8 +205,8 @@ MUTANTS = [
         ),
         (
             "stands still when the task is learnt",
-            "torch.where(learning, loss, 1), 1) * g_ref",
-            "torch.where(learning, loss, 1), 0) * g_ref",
+            "torch.where(learning, loss, 1), 1)\n",
+            "torch.where(learning, loss, 1), 0)\n",
         ),
     ),
     *of(
@@ -212,7 +224,16 @@ MUTANTS = [
     *of(
         "learners/anchored.py",
         "tests/learners/test_ewc.py tests/learners/test_pi.py tests/learners/test_anchored.py",
-        ("a factor of one half", "torch.mul(2 * self.strength,", "torch.mul(self.strength,"),
+        (
+            "path of the total gradient",
+            "        return self.pulled(self._g)",
+            "        self._g = self.pulled(self._g)\n        return self._g",
+        ),
+        (
+            "a factor of one half",
+            'torch.mul(2 * self.columns["strength"],',
+            'torch.mul(self.columns["strength"],',
+        ),
         (
             "pushes away",
             "torch.sub(self.fleet.theta, self.anchor, out=self._away)",
@@ -225,8 +246,8 @@ MUTANTS = [
         ),
         (
             "scales over all runs",
-            "importance.amin(-1, keepdim=True), importance.amax(-1, keepdim=True)",
-            "importance.amin(), importance.amax()",
+            "low = importance.masked_fill(gaps, torch.inf).amin(-1, keepdim=True)",
+            "low = importance.masked_fill(gaps, torch.inf).amin()",
         ),
         ("counts padding", "int(b < n) for n in batch.lengths()", "1 for n in batch.lengths()"),
     ),
@@ -238,8 +259,8 @@ MUTANTS = [
         ("never emptied", "        self.squares.masked_fill_(rows, 0)\n", ""),
         (
             "no importance after a short task",
-            "        if self.flush:\n",
-            "        if not self.flush:\n",
+            "        if self.option.flush:\n",
+            "        if not self.option.flush:\n",
         ),
     ),
     *of(
@@ -252,7 +273,7 @@ MUTANTS = [
             "self._number), training=False)",
             "self._number), training=True)",
         ),
-        ("wrong labels", "if not self.from_model:", "if self.from_model:"),
+        ("wrong labels", 'if self.option.labels == "data":', 'if self.option.labels != "data":'),
         (
             "anchors weighted the wrong way round",
             "towards, before / self.total)",
@@ -267,16 +288,11 @@ MUTANTS = [
     *of(
         "learners/pi.py",
         "tests/learners/test_pi.py",
-        (
-            "path of the total gradient",
-            "        return self.pulled(self._g)",
-            "        self._g = self.pulled(self._g)\n        return self._g",
-        ),
         ("sign of the path", "delta, value=-1)", "delta, value=1)"),
         (
             "negative importances",
-            "(moved.square() + self.damping)).relu()",
-            "(moved.square() + self.damping))",
+            "(moved.square() + self.option.damping)).relu()",
+            "(moved.square() + self.option.damping))",
         ),
         (
             "keeps only the last task",
@@ -284,7 +300,11 @@ MUTANTS = [
             "self.importance = (self.path",
         ),
         ("path goes on over tasks", "        self.path.zero_()\n", ""),
-        ("distance not squared", "moved.square() + self.damping", "moved.abs() + self.damping"),
+        (
+            "distance not squared",
+            "moved.square() + self.option.damping",
+            "moved.abs() + self.option.damping",
+        ),
     ),
     *of(
         "learners/mas.py",
@@ -294,22 +314,21 @@ MUTANTS = [
         ("importances in training mode", "training=False", "training=True"),
         ("outputs of all tasks", "self.fleet.competition.outputs(logits, slots)", "logits"),
         ("norm not squared", ".square().sum()", ".abs().sum()"),
-        ("always a batch at a time", "(batch,) if self.per_batch else singly(batch)", "(batch,)"),
+        (
+            "always a batch at a time",
+            "(batch,) if self.option.per_batch else singly(batch)",
+            "(batch,)",
+        ),
     ),
     *of(
         "learners/rwalk.py",
         "tests/learners/test_rwalk.py",
         (
-            "path of the total gradient",
-            "        return self.pulled(self._g)",
-            "        self._g = self.pulled(self._g)\n        return self._g",
-        ),
-        (
             "half the distance, the wrong way round",
-            "1.0 if options.whole_distance else 0.5",
-            "0.5 if options.whole_distance else 1.0",
+            "1.0 if self.option.whole_distance else 0.5",
+            "0.5 if self.option.whole_distance else 1.0",
         ),
-        ("distance without the geometry", "self.half * self.fisher * (", "self.half * ("),
+        ("distance without the geometry", "half * self.fisher * moved", "half * moved"),
         ("first task's score is halved", "if not self.anchored:", "if False:"),
         (
             "no score",
@@ -317,7 +336,7 @@ MUTANTS = [
             "scaled(self.fisher, gaps)",
         ),
         ("path goes on", "        self.path.masked_fill_(rows, 0)\n", ""),
-        ("scores always grow", "mul_(1.5 if self.growing_scores else 0.5)", "mul_(1.5)"),
+        ("scores always grow", "mul_(1.5 if self.option.growing_scores else 0.5)", "mul_(1.5)"),
     ),
     *of(
         "models/progressive.py",
@@ -343,14 +362,14 @@ MUTANTS = [
         ("the wrong exemplars are dropped", "self.x[:, :, :places]", "self.x[:, :, -places:]"),
         (
             "budget for each task",
-            "self.budget // (len(self._slots) + len(classes))",
-            "self.budget // len(classes)",
+            "self.option.exemplars // (old + len(classes))",
+            "self.option.exemplars // len(classes)",
         ),
-        ("the network teaches itself", "theta=self.teacher", "theta=self.fleet.theta"),
+        ("the network teaches itself", '"theta": self.teacher', '"theta": self.fleet.theta'),
         (
             "distils over all slots",
-            "(self._new + self._strength * self._old)",
-            "(1 + 0 * self._strength)",
+            'self._new + self.columns["distillation"][..., None] * self._old',
+            '1 + 0 * self.columns["distillation"][..., None]',
         ),
         (
             "features not normalised",
@@ -364,8 +383,8 @@ MUTANTS = [
         ),
         (
             "labels instead of the teacher",
-            "torch.where(self._old > 0, taught, wanted)",
-            "wanted + 0 * taught",
+            "torch.where(self._old > 0, logits[..., : wanted.shape[-1]].sigmoid(), wanted)",
+            "wanted + 0 * logits[..., : wanted.shape[-1]]",
         ),
         (
             "outputs instead of features",
