@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from live_bad import CLASSES, Rich, batch
 from onepass import OnePass
 from onepass.learners import METHODS
+from onepass.learners.declarations import Needs
 from onepass.live.advice import ABOVE, BEFORE, PATIENCE, Advice
 from onepass.live.classifier import OnePassClassifier
 from toys import FEATURES, small_net
@@ -57,7 +58,7 @@ def test_a_first_task_that_does_not_end_is_mentioned_once(
     (warning,) = said(caplog)
     assert "no task has ended in 12 batches" in warning
     assert "end_task()" in warning
-    assert ("task_free=True" in warning) == METHODS[method].learner.task_free
+    assert ("task_free=True" in warning) == (not METHODS[method].learner.needs.boundaries)
 
 
 @pytest.mark.parametrize(("method", "settings"), [("van", {}), ("a-gem", {"task_free": True})])
@@ -138,7 +139,7 @@ def test_a_classifier_is_told_in_its_own_words(caplog: pytest.LogCaptureFixture)
 
 
 class Ends:
-    task_free = True
+    needs = Needs(boundaries=False)
 
     def end_task(self) -> None: ...
 

@@ -212,10 +212,10 @@ def assert_same_memory(ends: Ends) -> None:
     contents = memory.contents()
     assert contents is not None
     batch, owner = contents
-    found = live.take(torch.tensor(live._visible))
+    found = live.take(torch.tensor(live.rows.visible))
     assert torch.equal(found.x, ends.prepare(batch.x))
     assert torch.equal(found.slots, batch.slots)
-    assert [live._group[row][0] for row in live._visible] == owner[0].tolist()
+    assert [live.rows.group[row][0] for row in live.rows.visible] == owner[0].tolist()
     assert live.size == live.visible == 28
     assert live.counts() == dict.fromkeys(range(4), 7)
 

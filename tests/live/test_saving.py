@@ -205,7 +205,7 @@ def test_tied_weights_and_buffers_of_all_kinds_go_on_bit_identically(
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, learner in SUPPORTED.items() if learner.task_free]
+    "method", [name for name, learner in SUPPORTED.items() if not learner.needs.boundaries]
 )
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
 def test_a_task_free_stream_goes_on_bit_identically(

@@ -46,6 +46,7 @@ class Learner(ABC):
     ] = {}  # with the values to choose from
     options: ClassVar[type] = NoOptions  # a frozen dataclass
     needs: Needs = Needs()
+    former: ClassVar[tuple[str, ...]] = ()  # counters in older files, which the fleet has now
     violations: Tensor | None = None  # [R], steps whose constraint was violated, if there is one
 
     def __init__(

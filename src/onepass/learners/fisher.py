@@ -23,6 +23,7 @@ class MovingFisher(Anchored):
     importance at all.
     """
 
+    former = ("steps",)
     fisher: Tensor = over_theta()
     squares: Tensor = over_theta()  # sum of g² since the last average
     count: Tensor = per_run(1)  # and over how many steps

@@ -37,6 +37,7 @@ class SGem(Rehearsal):
     """
 
     options = Options
+    former = ("number",)
     violations: Tensor = per_run()
 
     @classmethod

@@ -37,7 +37,6 @@ from onepass.live.wrapper import OnePass
 # What a file cannot hold, or must not decide.
 PLACE = {"where", "folder", "autosave"}
 AGAIN = {"optimizer", "loss", "watch", "watch_every", "autosave_every"} | PLACE
-COUNTED_BY_THE_FLEET = {"steps", "number"}  # steps of the task, which older files have of a method
 PARTS = ("module", "learner", "memory", "sample", "optimizer")
 State = Mapping[str, Mapping[str, Tensor]]  # of each part
 
@@ -231,7 +230,7 @@ def _restore(owner: OnePass, header: Header, state: State) -> None:
     fleet.steps_in_task = header.batches
     example = None if header.examples is None else header.examples.examples().inputs[0]
     tasks = header.learner.get("seen", header.segment)  # of a method that counts them itself
-    counters = {name: n for name, n in header.learner.items() if name not in COUNTED_BY_THE_FLEET}
+    counters = {name: n for name, n in header.learner.items() if name not in owner.learner.former}
     fits = owner.learner.accepts(state["learner"], counters, example)
     if tasks != header.segment or not fits:
         raise AlteredError("the state of its method")
