@@ -168,9 +168,8 @@ class _Processes:
         resource_tracker.ensure_running()  # now: the thread that starts it gets interrupts again
         self._leading: list[Future[Trained]] = []
         self._leaders = ThreadPoolExecutor(workers, initializer=_hold_interrupts)
-        self._leaders.submit(
-            forkserver.ensure_running
-        )  # takes seconds: now, while the driver plans
+        # It takes seconds: now, while the driver plans.
+        self._leaders.submit(forkserver.ensure_running)
 
     def submit(self, job: Job) -> Future[Trained]:
         future = self._leaders.submit(self._lead, job)
