@@ -146,7 +146,7 @@ def test_a_methods_state_of_old_parameters_stays_and_new_ones_begin_at_nothing(n
             assert torch.equal(after[parameter][: len(old)], old), (key, parameter)
             new = after[parameter][len(old) :]
             assert torch.equal(
-                new, theta[parameter][len(old) :] if key in own.points else torch.zeros_like(new)
+                new, theta[parameter][len(old) :] if own.fields()[key].kind == "point" else torch.zeros_like(new)
             ), (key, parameter)
             assert len(new) == (3 if parameter.startswith("2.") else 0)
     for key, tensor in rest.items():

@@ -94,16 +94,16 @@ class ModuleFleet(Fleet):
         self._learning = self.theta[:, self.trainable]
         self._binding = Binding(self.architecture, self.theta[0], self.optimizer)
         self._reach = Reach(self.theta)
-        self._module_changed()
+        self._forget_programs()
 
-    def _module_changed(self) -> None:
-        self._passes.module_changed()
-        self.gradients = Gradients(self.architecture, "looped", 1)  # programs are out of date
+    def _forget_programs(self) -> None:
+        self.gradients = Gradients(self.architecture, "looped", 1)
 
     def intact(self) -> None:
         """Raise unless the module's parameters still are the views we made."""
         if self._binding.has_changed():
-            self._module_changed()
+            self._passes.module_changed()
+            self._forget_programs()
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of plain SGD, from the next step on."""
