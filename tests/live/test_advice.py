@@ -139,7 +139,7 @@ def test_a_classifier_is_told_in_its_own_words(caplog: pytest.LogCaptureFixture)
 
 
 class Ends:
-    needs = Needs(boundaries=False)
+    needs = Needs(memory=True, boundaries=False)
 
     def end_task(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Says once that nothing of the past is protected yet, while that can still be mended."""
+"""Warns once that nothing of the past is protected yet, while that can still be mended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from onepass.learners.base import Learner
 
 if TYPE_CHECKING:
     from onepass.live.wrapper import OnePass
@@ -24,20 +22,20 @@ HOW = "call end_task() where a task ends"
 class Advice:
     """Watches the first task of a stream for a boundary that was not declared.
 
-    A method that protects what `end_task()` ends protects nothing before the first one. It warns when
-    the last batches have none but new classes, when their losses are all far above those before, or
-    after `PATIENCE` batches. Where batches are drawn from one distribution, the first two hardly ever
-    happen. Losses in a random order have their six highest in the last six of 56 places once in 32
-    million orders. Examples of new classes only, after four per known class, are rarer still.
+    A method that protects what `end_task()` ends protects nothing before the first one. It warns
+    when the last batches have none but new classes, when their losses are all far above those
+    before, or after `PATIENCE` batches. Where batches are drawn from one distribution, the first
+    two hardly ever happen. Losses in a random order have their six highest in the last six of 56
+    places once in 32 million orders. Examples of new classes only, after four per known class, are
+    rarer still.
     """
 
     def __init__(self, owner: OnePass) -> None:
         self._owner = owner
-        ends = type(owner.learner).end_task is not Learner.end_task
-        self.wanted = ends and not owner.task_free
-        self.how: str | None = HOW + (
-            "" if owner.learner.needs.boundaries else ", or wrap with task_free=True"
-        )  # None: the end will be declared
+        keeps = owner.learner.needs.memory or bool(owner.learner.state_names())
+        self.wanted = keeps and not owner.task_free  # else nothing happens when a task ends
+        other = "" if owner.learner.needs.boundaries else ", or wrap with task_free=True"
+        self.how: str | None = HOW + other  # None: the end will be declared
         self._old: set[int] = set()  # classes, and the examples that had them
         self._examples = 0
         self._new: set[int] = set()  # classes of the last batches, if none of them came before
@@ -54,13 +52,11 @@ class Advice:
         elif self.how is None:
             return
         elif owner.classifies and self._other_classes(labels):
-            self._warn(
-                f"the last {self._batches} batches have none of the classes before them, and no task has ended"
-            )
+            what = f"the last {self._batches} batches have none of the classes before them"
+            self._warn(f"{what}, and no task has ended")
         elif self._higher(loss):
-            self._warn(
-                f"the last {ABOVE} losses are far above the {BEFORE} before them, and no task has ended"
-            )
+            what = f"the last {ABOVE} losses are far above the {BEFORE} before them"
+            self._warn(f"{what}, and no task has ended")
         elif owner.batches >= PATIENCE:
             self._warn(f"no task has ended in {owner.batches} batches")
 

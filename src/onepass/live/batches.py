@@ -13,20 +13,13 @@ from onepass.engine.gradients import Loss
 from onepass.engine.module_passes import INPUT
 from onepass.errors import InputError
 from onepass.interrupts import Opened
-from onepass.live.inputs import (
-    Examples,
-    X,
-    check_labels,
-    kind_of,
-    read_inputs,
-    read_labels,
-    read_target,
-)
+from onepass.live.inputs import Examples, X, kind_of, read_inputs, read_labels, read_target
 from onepass.live.settings import Name, OwnLoss
 
 if TYPE_CHECKING:
     from onepass.live.wrapper import OnePass
 
+THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 TARGET = "target"  # what a loss of the user's own is given, among the extra tensors of a batch
 
 
@@ -80,9 +73,21 @@ def possible_classes(owner: OnePass) -> Sequence[int]:
 
 def check_possible(owner: OnePass, labels: list[int], task: Name | None) -> None:
     """Raise unless a task, and the module, can have these labels."""
-    if owner.classifies:
-        classes = owner._tasks[cast(Name, task)] if owner._tasks else None
-        check_labels(labels, task, classes, owner.outputs, owner.head is not None)
+    if not owner.classifies:
+        return
+    if owner._tasks:
+        classes = owner._tasks[cast(Name, task)]
+        for label in sorted(set(labels) - set(classes)):
+            own = f"the classes of task '{task}' are {', '.join(map(str, classes))}"
+            raise InputError(f"label {label} is out of range: {own}")
+    highest, outputs = max(labels), owner.outputs
+    if outputs is None or highest < outputs:
+        return
+    what = f"label {highest} is out of range: the module has {outputs} outputs"
+    if owner.head is None:
+        raise InputError(f"{what}; wrap it with grow=True if classes may appear")
+    if highest >= outputs + THOUSANDS:
+        raise InputError(f"{what} and would need thousands more; number classes densely")
 
 
 def on_target(loss: OwnLoss) -> Loss:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from onepass.engine.module_passes import INPUT
 from onepass.errors import InputError
+from onepass.live.batches import THOUSANDS
 from onepass.live.container import AlteredError
 from onepass.live.growth import check_head
 from onepass.live.header import LARGE, Header
-from onepass.live.inputs import THOUSANDS, Kind, kind_of
+from onepass.live.inputs import Kind, kind_of
 from onepass.live.memory import even_shares
 from onepass.live.plan import Memory
 

@@ -1,12 +1,13 @@
-"""The file of a learner as a container: safetensors with a JSON header of ours.
+"""The file format of a learner: safetensors with a JSON header of ours.
 
-Everything it says of itself is bounded before it is believed.
+Everything that a file says of itself is bounded before it is believed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,9 +36,8 @@ class AlteredError(Exception):
 def pack(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """The content of a file."""
     about = {"format": FORMAT, **about, "tensors": _digest(tensors)}
-    return safetensors.torch.save(
-        dict(tensors), metadata={KEY: canonical(about | {"checksum": digest(canonical(about))})}
-    )
+    text = canonical(about | {"checksum": digest(canonical(about))})
+    return safetensors.torch.save(dict(tensors), metadata={KEY: text})
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -56,10 +56,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError) as reason:
         if isinstance(reason, InputError):
             raise
-        why = getattr(reason, "strerror", None) or reason
-        raise InputError(
-            f"cannot read {path} ({why}): give the path of a file that save() wrote"
-        ) from None
+        why = f"cannot read {path} ({getattr(reason, 'strerror', None) or reason})"
+        raise InputError(f"{why}: give the path of a file that save() wrote") from None
     if len(content) != size or not content.startswith(begin):
         raise InputError(f"{path} was changed while it was read: load it again")
     return header, _tensors(content, header, str(path))
@@ -67,9 +65,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def unpack(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a file's content."""
-    header = _header(
-        content[: 8 + _header_length(content[:8], len(content), path)], len(content), path
-    )
+    length = _header_length(content[:8], len(content), path)
+    header = _header(content[: 8 + length], len(content), path)
     return header, _tensors(content, header, path)
 
 
@@ -93,17 +90,14 @@ def _header(begin: bytes, size: int, path: str) -> dict[str, Any]:
         _check_values(text.count("["), text.count("{"), text.count(","), size)
         about: dict[str, Any] = json.loads(text)
         version, checksum = about["format"], about.pop("checksum")
-        sound = (
-            checksum == digest(canonical(about))
-            and canonical(about | {"checksum": checksum}) == text
-        )
+        sound = checksum == digest(canonical(about))
+        sound = sound and canonical(about | {"checksum": checksum}) == text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _foreign(path) from None
     if type(version) is not int or version != FORMAT:
         found = version if type(version) in (int, float) else "of another kind"
-        raise InputError(
-            f"{path} has format {found}, and this version of onepass reads {FORMAT}: load it with the version that wrote it"
-        )
+        what = f"{path} has format {found}, and this version of onepass reads {FORMAT}"
+        raise InputError(f"{what}: load it with the version that wrote it")
     if not sound:
         raise InputError(f"{path} is damaged: its header is not the one that was saved")
     del outer["__metadata__"]
@@ -132,16 +126,11 @@ def _lies_well(tensors: Mapping[str, Any], size: int) -> bool:
         if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
             return False
         shape, offsets = tensor["shape"], tensor["data_offsets"]
-        if not (
-            isinstance(shape, list)
-            and isinstance(offsets, list)
-            and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
-        ):
+        if not (isinstance(shape, list) and isinstance(offsets, list)):
             return False
-        elements = 1
-        for n in shape:
-            elements *= max(n, 1)
-        if len(offsets) != 2 or len(shape) > 64 or elements >= 2**59:
+        if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+            return False
+        if len(offsets) != 2 or len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**59:
             return False
         ends += offsets[1] - offsets[0]
     return ends == size

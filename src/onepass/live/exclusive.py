@@ -1,4 +1,4 @@
-"""One call at a time: threads that ask a learner while it learns see it before a batch or after it."""
+"""One call at a time: other threads see a learner before a batch or after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from onepass.errors import InputError
 from onepass.interrupts import Held, Opened
 
-# Which lock each waiting thread waits for: two learners may ask each other, in callbacks.
+# Which lock each waiting thread waits for: two learners may call each other, in callbacks.
 _waiting: dict[int, Exclusive] = {}
 _changing = threading.Lock()
 
@@ -17,8 +17,8 @@ _changing = threading.Lock()
 class Exclusive:
     """A context for one thread at a time, first come, first served; a thread may enter again.
 
-    The order matters: a plain lock is taken back at once by a loop that learns, and threads that
-    ask would starve. Interrupts wait until the outermost call is over (`onepass.interrupts`).
+    The order matters: a plain lock is taken back at once by a loop that learns, and other threads
+    would starve. Interrupts wait until the outermost call is over (`onepass.interrupts`).
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,8 @@ class Exclusive:
                 _waiting[me] = self
                 circular = self._waits_for(me)
             if circular:
-                raise InputError(
-                    "two learners wait for each other: call one from the watch or the module of the other in a single thread only"
-                )
+                how = "call one from the watch or the module of the other in a single thread only"
+                raise InputError(f"two learners wait for each other: {how}")
             with Opened():
                 turn.acquire()
         except BaseException:
@@ -85,7 +84,7 @@ class Exclusive:
             _waiting.pop(me, None)
 
     def _waits_for(self, me: int) -> bool:
-        """Whether the thread inside waits for another learner, and so on, until one waits for `me`."""
+        """Whether the thread inside waits for another learner, and so on, up to one of `me`."""
         lock: Exclusive | None = self
         while lock is not None:
             owner = lock._owner
@@ -104,9 +103,8 @@ class Exclusive:
     def _after_fork(self, me: int) -> None:
         """In a child there is only the thread that forked: others do not wait and will not end."""
         if self._owner not in (None, me):
-            raise InputError(
-                "this process was forked while another thread used the learner: fork between two calls, or load a saved file in the child"
-            )
+            what = "this process was forked while another thread used the learner"
+            raise InputError(f"{what}: fork between two calls, or load a saved file in the child")
         self._process, self._own, self._queue = os.getpid(), threading.Lock(), deque()
 
 

@@ -6,6 +6,7 @@ import copy
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +25,26 @@ def written(path: Path, content: bytes, otherwise: str) -> None:
 
 
 def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], path: Path) -> None:
-    """`torch.export` of the module in evaluation mode with a free batch size, or ONNX; the module itself is not touched."""
+    """Write the module in evaluation mode with a free batch size; it is not touched itself.
+
+    By `torch.export`, or as ONNX.
+    """
     onnx = path.suffix == ".onnx"
     if onnx and not (find_spec("onnx") and find_spec("onnxscript")):
-        raise InputError(
-            "exporting to ONNX needs the packages onnx and onnxscript: install them, or export to another suffix by torch.export"
-        )
+        what = "exporting to ONNX needs the packages onnx and onnxscript"
+        raise InputError(f"{what}: install them, or export to another suffix by torch.export")
     check_writable(path)
-    positional, named = (
-        ((), dict(zip(keywords, inputs, strict=True))) if keywords else (tuple(inputs), {})
-    )
-    batch = torch.export.Dim.DYNAMIC
-    shapes = (
-        {name: {0: batch} for name in keywords} if keywords else tuple({0: batch} for _ in inputs)
-    )
+    free = {0: torch.export.Dim.DYNAMIC}
+    shapes: Any = dict.fromkeys(keywords, free) if keywords else (free,) * len(inputs)
+    positional = () if keywords else tuple(inputs)
+    named = dict(zip(keywords, inputs, strict=True)) if keywords else {}
     try:
         program = torch.export.export(
             copy.deepcopy(module).eval(), positional, named, dynamic_shapes=shapes
         )
     except Exception as reason:  # whatever cannot be copied, or the exporter could not follow
-        raise InputError(
-            f"torch.export cannot follow the module ({first_line(reason)}): nothing was written"
-        ) from reason
+        why = f"torch.export cannot follow the module ({first_line(reason)})"
+        raise InputError(f"{why}: nothing was written") from reason
     try:
         # Not beside the target, where a kill would leave it.
         with tempfile.TemporaryDirectory(prefix="onepass-") as folder:
@@ -59,12 +58,11 @@ def export(module: nn.Module, inputs: list[Tensor], keywords: tuple[str, ...], p
             make_folder(resolved(path).parent)
             written(path, temporary.read_bytes(), "nothing was exported")
     except OSError as reason:
-        raise InputError(
-            f"cannot write {path} ({reason.strerror or reason}): make room or choose another place; nothing was exported"
-        ) from None
+        why = f"cannot write {path} ({reason.strerror or reason})"
+        how = "make room or choose another place; nothing was exported"
+        raise InputError(f"{why}: {how}") from None
+    except InputError:
+        raise
     except Exception as reason:
-        if isinstance(reason, InputError):
-            raise
-        raise InputError(
-            f"the model cannot be written in this format ({first_line(reason)}): nothing was written"
-        ) from reason
+        why = f"the model cannot be written in this format ({first_line(reason)})"
+        raise InputError(f"{why}: nothing was written") from reason

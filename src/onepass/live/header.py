@@ -32,9 +32,8 @@ class Part(BaseModel):
 
 
 # A field of `Memory` that a file does not have is at its default.
-_FIELDS: Any = {
-    f.name: (get_type_hints(Memory)[f.name], f.default) for f in dataclasses.fields(Memory)
-}
+_HINTS = get_type_hints(Memory)
+_FIELDS: Any = {f.name: (_HINTS[f.name], f.default) for f in dataclasses.fields(Memory)}
 Plan: type[Part] = create_model("Plan", __base__=Part, **_FIELDS)
 
 
@@ -56,13 +55,13 @@ class SavedOptimizer(Part):
     numbers: dict[str, JsonValue]
 
 
-class Fleet(Part):
+class SavedFleet(Part):
     partial: Annotated[int, Field(ge=0, le=1)]
     generation: Count
     number: Count
 
 
-class Kept(Part):
+class SavedMemory(Part):
     """What a memory counts with: `groups` of (task, class, rows, examples that passed by)."""
 
     task: Count
@@ -71,8 +70,8 @@ class Kept(Part):
     quota: list[tuple[Count, Annotated[int, Field(ge=0)]]]
 
 
-class Looks(Part):
-    """What examples look like: type and shape of every input and of the target."""
+class SavedExamples(Part):
+    """The type and the shape of every input and of the target of an example."""
 
     kinds: Annotated[list[tuple[str, list[Length]]], Field(min_length=2)]
     keywords: list[str]
@@ -87,11 +86,11 @@ class Header(Part):
     settings: Settings
     own_loss: bool
     optimizer: SavedOptimizer | None
-    fleet: Fleet
+    fleet: SavedFleet
     learner: dict[str, Count]
-    memory: Kept | None
+    memory: SavedMemory | None
     outputs: Annotated[int, Field(ge=2, lt=LARGE)] | None
-    examples: Looks | None
+    examples: SavedExamples | None
     replays: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4)]
     segment: Annotated[int, Field(ge=0, lt=2**31)]
     batches: Count
@@ -115,10 +114,8 @@ def read_header(about: Mapping[str, Any]) -> Header:
         header = Header.model_validate_json(json.dumps(about))  # as JSON, where a tuple is a list
     except ValidationError as reason:
         first = reason.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise AlteredError(
-            f"{ascii(place)[1:-1][:80]} in its header: {first['msg'][:80]}"
-        ) from None
+        place = ascii(".".join(str(part) for part in first["loc"]))[1:-1][:80]
+        raise AlteredError(f"{place} in its header: {first['msg'][:80]}") from None
     for sound, what in _agreements(header):
         if not sound:
             raise AlteredError(f"{what} in its header")
@@ -127,45 +124,41 @@ def read_header(about: Mapping[str, Any]) -> Header:
 
 def _agreements(header: Header) -> list[tuple[bool, str]]:
     settings, number, classifies = header.settings, header.fleet.number, not header.own_loss
-    begun, names = number > 0, [name for name, _ in settings.tasks or ()]
-    looks = header.examples
+    names = [name for name, _ in settings.tasks or ()]
+    free, task = settings.task_free, header.task
+    rate, driven = settings.learning_rate, header.optimizer is not None
     return [
         (settings.method in METHODS, "the method"),
         (settings.precision in PRECISIONS, "the precision"),
         (settings.tasks != [], "the tasks"),
         (len(set(names)) == len(names), "the names of the tasks"),
         (-(2**63) <= settings.seed < 2**63, "the seed"),
-        ((settings.learning_rate is None) == (header.optimizer is not None), "the learning rate"),
+        ((rate is None) == driven, "the learning rate"),
         (settings.grow is False or (classifies and settings.grow is not True), "grow"),
         (header.segment + header.batches <= number, "the number of batches"),
-        (not settings.task_free or (header.batches == number and header.task is None), "the task"),
-        (header.task is None or header.batches > 0, "the task"),
-        (not names or header.batches == 0 or header.task in names, "the task"),
-        ((header.outputs is not None) == (begun and classifies), "the number of outputs"),
-        ((looks is not None) == begun, "the kind of the examples"),
-        (
-            looks is None or all(KINDS.get(kind) in KEPT for kind, _ in looks.kinds),
-            "the kind of the examples",
-        ),
-        (
-            looks is None
-            or all(math.prod(max(n, 1) for n in shape) < 2**59 for _, shape in looks.kinds),
-            "the shape of the examples",
-        ),
-        (
-            looks is None or not classifies or looks.kinds[-1] == ("int64", []),
-            "the kind of the labels",
-        ),
-        (
-            looks is None or len(looks.keywords) in (0, len(looks.kinds) - 1),
-            "the names of the inputs",
-        ),
-        (
-            looks is None or len(set(looks.keywords)) == len(looks.keywords),
-            "the names of the inputs",
-        ),
-        (begun or not header.replays, "the sizes of batches"),
+        (not free or (header.batches == number and task is None), "the task"),
+        (task is None or header.batches > 0, "the task"),
+        (not names or header.batches == 0 or task in names, "the task"),
+        ((header.outputs is not None) == (number > 0 and classifies), "the number of outputs"),
+        ((header.examples is not None) == (number > 0), "the kind of the examples"),
+        *_about_examples(header),
+        (number > 0 or not header.replays, "the sizes of batches"),
         (len({group for group, _ in header.best}) == len(header.best), "the best scores"),
+    ]
+
+
+def _about_examples(header: Header) -> list[tuple[bool, str]]:
+    if header.examples is None:
+        return []
+    kinds, names = header.examples.kinds, header.examples.keywords
+    sizes = [math.prod(max(n, 1) for n in shape) for _, shape in kinds]
+    labels = header.own_loss or kinds[-1] == ("int64", [])
+    return [
+        (all(KINDS.get(kind) in KEPT for kind, _ in kinds), "the kind of the examples"),
+        (all(size < 2**59 for size in sizes), "the shape of the examples"),
+        (labels, "the kind of the labels"),
+        (len(names) in (0, len(kinds) - 1), "the names of the inputs"),
+        (len(set(names)) == len(names), "the names of the inputs"),
     ]
 
 
@@ -193,8 +186,7 @@ def placed(header: Header, given: Mapping[str, Any], path: str) -> Memory:
     if where is None:
         where = header.plan["where"]
         if where == "disk" and folder is None:
-            raise InputError(
-                f"{path} was saved with its memory on disk, and only you can say where that may be: give where='disk' and folder='…', "
-                "or where='cpu' or where='module'"
-            )
+            what = "was saved with its memory on disk, and only you can say where that may be"
+            how = "give where='disk' and folder='…', or where='cpu' or where='module'"
+            raise InputError(f"{path} {what}: {how}")
     return Memory(**header.plan | {"where": where, "folder": folder})

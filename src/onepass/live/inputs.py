@@ -20,7 +20,6 @@ KEPT = {getattr(torch, name) for name in _KEPT.split()}
 LABELS = KEPT | {torch.uint16, torch.uint32, torch.uint64}  # which become int64
 _DTYPES = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
 KINDS = {str(kind).removeprefix("torch."): kind for kind in _DTYPES}
-THOUSANDS = 10_000  # outputs more at once are a label that was not meant as one
 
 
 @dataclass(frozen=True)
@@ -155,31 +154,6 @@ def read_labels(y: object, examples: int) -> tuple[list[int], Tensor]:
     if min(labels) < 0:
         raise InputError(f"label {min(labels)} is out of range: classes are counted from 0")
     return labels, target.to(torch.int64)
-
-
-def check_labels(
-    labels: Sequence[int],
-    task: object,
-    classes: Collection[int] | None,
-    outputs: int | None,
-    grows: bool,
-) -> None:
-    """Raise unless the labels are possible.
-
-    They must be those of a task with `classes` of its own, and of a module with `outputs`, if they
-    are known.
-    """
-    for label in sorted(set(labels) - set(classes)) if classes is not None else ():
-        own = f"the classes of task '{task}' are {', '.join(map(str, classes or ()))}"
-        raise InputError(f"label {label} is out of range: {own}")
-    highest = max(labels)
-    if outputs is None or highest < outputs:
-        return
-    what = f"label {highest} is out of range: the module has {outputs} outputs"
-    if not grows:
-        raise InputError(f"{what}; wrap it with grow=True if classes may appear")
-    if highest >= outputs + THOUSANDS:
-        raise InputError(f"{what} and would need thousands more; number classes densely")
 
 
 def count_outputs(found: object, examples: int) -> int:

@@ -20,10 +20,11 @@ SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # The shape of each tensor of a parameter's state, and whether it holds real numbers.
 Expected = dict[str, tuple[torch.Size, bool]]
 
+DRIFT = "works on several processes, which would drift apart"
 UNABLE = {
     "SparseAdam": "takes sparse gradients only, and a direction is dense",
-    "ZeroRedundancyOptimizer": "works on several processes, which would drift apart",
-    "DistributedOptimizer": "works on several processes, which would drift apart",
+    "ZeroRedundancyOptimizer": DRIFT,
+    "DistributedOptimizer": DRIFT,
 }
 
 
@@ -31,62 +32,51 @@ def check_optimizer(optimizer: Optimizer | None, module: nn.Module) -> None:
     """Raise unless it can drive this module."""
     if optimizer is None:
         return
+    name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise InputError(
-            f"the optimizer must be a torch.optim.Optimizer over the module's parameters, got {type(optimizer).__name__}"
-        )
-    if type(optimizer).__name__ in UNABLE:
-        raise InputError(
-            f"{type(optimizer).__name__} {UNABLE[type(optimizer).__name__]}: choose another optimizer"
-        )
+        what = "the optimizer must be a torch.optim.Optimizer over the module's parameters"
+        raise InputError(f"{what}, got {name}")
+    if name in UNABLE:
+        raise InputError(f"{name} {UNABLE[name]}: choose another optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, and a stream shows a batch once: choose another optimizer"
-        )
+        what = f"{name} evaluates the loss several times a step, and a stream shows a batch once"
+        raise InputError(f"{what}: choose another optimizer")
     own = {id(p) for p in module.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise InputError(
-            "the optimizer has parameters that are not the module's: make it from module.parameters()"
-        )
+        what = "the optimizer has parameters that are not the module's"
+        raise InputError(f"{what}: make it from module.parameters()")
 
 
 def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Its tensors by name, and the rest as JSON."""
-    saved = optimizer.state_dict()
+    saved, name = optimizer.state_dict(), type(optimizer).__name__
     tensors, numbers = {}, {}
     for index, state in saved["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"{index}.{key}"] = value
             else:
-                numbers[f"{index}.{key}"] = _plain(
-                    value, f"the state '{key}' of {type(optimizer).__name__}"
-                )
+                numbers[f"{index}.{key}"] = _plain(value, f"the state '{key}' of {name}")
     groups = [
-        {
-            key: _plain(value, f"the setting '{key}' of {type(optimizer).__name__}")
-            for key, value in group.items()
-        }
+        {key: _plain(value, f"the setting '{key}' of {name}") for key, value in group.items()}
         for group in saved["param_groups"]
     ]
-    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    return tensors, {"kind": name, "groups": groups, "numbers": numbers}
 
 
 def check_saved(optimizer: Optimizer, kind: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless what was saved fits an optimizer."""
-    if type(optimizer).__name__ != kind:
-        raise InputError(
-            f"the file was saved with {ascii(kind)[1:60]}, and this optimizer is {type(optimizer).__name__}: give one of the same kind"
-        )
+    name = type(optimizer).__name__
+    if name != kind:
+        what = f"the file was saved with {ascii(kind)[1:60]}, and this optimizer is {name}"
+        raise InputError(f"{what}: give one of the same kind")
     now = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-    if [len(places) for places in now] != [
-        len(group["params"]) if isinstance(group.get("params"), list) else -1 for group in groups
-    ]:
-        raise InputError(
-            "the optimizer groups the module's parameters otherwise than the saved one: make it as it was"
-        )
-    if now != [group["params"] for group in groups]:
+    then = [group.get("params") for group in groups]
+    if [len(places) for places in now] != [len(p) if isinstance(p, list) else -1 for p in then]:
+        what = "the optimizer groups the module's parameters otherwise than the saved one"
+        raise InputError(f"{what}: make it as it was")
+    if now != then:
         raise AlteredError("the parameters of its optimizer")
 
 
@@ -101,10 +91,8 @@ def restore_optimizer(
     wanted = [_settings(saved, mine) for saved, mine in zip(groups, own, strict=True)]
     state: dict[int, dict[str, Any]] = {}
     places = {str(place): place for group in own for place in group["params"]}
-    for name, value in {
-        **tensors,
-        **{name: _given(value, None) for name, value in numbers.items()},
-    }.items():
+    given = {name: _given(value, None) for name, value in numbers.items()}
+    for name, value in {**tensors, **given}.items():
         place, _, key = name.partition(".")
         if place not in places or not key:
             raise AlteredError("the state of its optimizer")
@@ -133,17 +121,13 @@ def _settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, An
 
 
 def _alike(value: Any, mine: Any) -> bool:
-    if isinstance(value, (list, tuple)) or isinstance(mine, (list, tuple)):
-        both = (
-            isinstance(value, (list, tuple))
-            and isinstance(mine, (list, tuple))
-            and len(value) == len(mine)
-        )
-        return both and all(_alike(a, b) for a, b in zip(value, mine, strict=True))
-    if isinstance(value, bool) or isinstance(mine, bool):
-        return isinstance(value, bool | None) and isinstance(mine, bool | None)
-    if isinstance(value, str) or isinstance(mine, str):
-        return isinstance(value, str | None) and isinstance(mine, str | None)
+    sequence = (list, tuple)
+    if isinstance(value, sequence) or isinstance(mine, sequence):
+        both = isinstance(value, sequence) and isinstance(mine, sequence)
+        return both and len(value) == len(mine) and all(map(_alike, value, mine))
+    for kind in (bool, str):
+        if isinstance(value, kind) or isinstance(mine, kind):
+            return isinstance(value, kind | None) and isinstance(mine, kind | None)
     return True  # numbers, one as a tensor, or nothing
 
 
@@ -153,7 +137,7 @@ def _check_state(
     parameters: Sequence[Tensor],
     state: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Raise unless one of torch's own optimizers takes these settings and would have such a state."""
+    """Raise unless one of torch's own optimizers takes these settings and has such a state."""
     known: dict[tuple[torch.Size, torch.dtype], Expected] = {}
     for place in group["params"]:
         shape, dtype = parameters[place].shape, parameters[place].dtype
@@ -162,23 +146,17 @@ def _check_state(
         found = state.get(place, {})
         if not found:
             continue
+        for key, (size, real) in known[shape, dtype].items():
+            one = found.get(key)
+            if not isinstance(one, Tensor) or (one.shape, one.is_floating_point()) != (size, real):
+                raise AlteredError("the state of its optimizer")
         # Half precision overflows in a sound state, too.
-        if any(
-            not isinstance(found.get(key), Tensor)
-            or found[key].shape != size
-            or found[key].is_floating_point() != real
-            for key, (size, real) in known[shape, dtype].items()
-        ) or any(
-            isinstance(t, Tensor) and t.element_size() >= 4 and not bool(t.isfinite().all())
-            for t in found.values()
-        ):
+        full = [t for t in found.values() if isinstance(t, Tensor) and t.element_size() >= 4]
+        if not all(bool(t.isfinite().all()) for t in full):
             raise AlteredError("the state of its optimizer")
         step = found.get("step", 0)
-        if (
-            not 0
-            <= float(step if not isinstance(step, Tensor) or step.numel() == 1 else math.nan)
-            < 2**53
-        ):
+        single = not isinstance(step, Tensor) or step.numel() == 1
+        if not 0 <= float(step if single else math.nan) < 2**53:
             raise AlteredError("the steps of its optimizer")
 
 
@@ -187,33 +165,23 @@ def _after_a_step(
 ) -> Expected:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
-    takes = inspect.signature(kind).parameters
+    takes = inspect.signature(kind).parameters.keys() - {"params", *SWITCHES}
+    make: Any = kind
     try:
-        make: Any = kind
         optimizer: Optimizer = make(
-            [parameter],
-            **{
-                key: value
-                for key, value in group.items()
-                if key in takes and key not in {"params", *SWITCHES}
-            },
+            [parameter], **{key: group[key] for key in takes & group.keys()}
         )
         optimizer.step()
     except Exception as reason:
         raise AlteredError(f"the settings of its optimizer: {ascii(str(reason))[1:60]}") from None
-    return {
-        key: (value.shape, value.is_floating_point())
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, Tensor)
-    }
+    state = optimizer.state[parameter].items()
+    return {key: (t.shape, t.is_floating_point()) for key, t in state if isinstance(t, Tensor)}
 
 
 def _plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {
-            "tensor": _plain(value.item(), what),
-            "dtype": str(value.dtype).removeprefix("torch."),
-        }
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": _plain(value.item(), what), "dtype": dtype}
     if isinstance(value, (list, tuple)):
         return [_plain(part, what) for part in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Noticing a stream that is shown more than once: its memory would fill with copies without a word."""
+"""Notices a stream that is shown more than once: its memory would silently fill with copies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ENOUGH = 10  # examples that came again, after which the user is told: a few may
 class Repeats:
     """Counts examples that enter the memory and were in it before; changes nothing in what is kept.
 
-    It remembers a 64-bit hash of the last examples that entered, in a table of fixed size, and of some
-    of all that ever entered: a large memory has long left that table behind when it fills with copies.
-    Most examples of a long stream do not enter, and cost nothing.
+    It remembers a 64-bit hash of the last examples that entered, in a table of fixed size, and of
+    some of all that ever entered: a large memory has long left that table behind when it fills with
+    copies. Most examples of a long stream do not enter, and cost nothing.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,8 @@ class Repeats:
         self._told = False
 
     def __copy__(self) -> Repeats:
-        twin = Repeats()
-        twin._table, twin._again, twin._told = self._table[:], self._again, self._told
-        twin._some, twin._by = self._some[:], self._by
+        twin = object.__new__(Repeats)
+        vars(twin).update(vars(self) | {"_table": self._table[:], "_some": self._some[:]})
         return twin
 
     def note(self, columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
@@ -61,12 +60,13 @@ class Repeats:
         return place < len(self._some) and self._some[place] == found
 
     def tell(self) -> None:
-        """Say it, once. Not in `note`: a handler of the log may raise, and that is in the middle of a change."""
+        """Log it, once. Not in `note`, amid a change: a handler of the log may raise."""
         if self._again >= ENOUGH and not self._told:
             self._told = True
             log.warning(
-                "%d examples entered the memory that were in it before, so the stream seems to repeat, and the memory fills with copies: "
-                "show each example once (ignore this where examples are alike by nature)",
+                "%d examples entered the memory that were in it before, so the stream seems to "
+                "repeat, and the memory fills with copies: show each example once (ignore this "
+                "where examples are alike by nature)",
                 self._again,
             )
 
@@ -82,18 +82,11 @@ def hashes(columns: Mapping[str, Tensor], rows: Sequence[int]) -> list[int]:
     """A hash of each of these rows over all columns, never 0; of no use in another process."""
     parts = []
     for _, tensor in sorted(columns.items()):  # in an order that a file keeps
-        if tensor.device.type == "cpu":
-            lines, places = tensor, rows
-        else:
-            lines, places = (
-                tensor.index_select(0, torch.tensor(rows, device=tensor.device)).cpu(),
-                range(len(rows)),
-            )
-        content = (
-            lines.reshape(len(lines), lines.shape[1:].numel())
-            .contiguous()
-            .view(torch.uint8)
-            .numpy()
-        )
+        places: Sequence[int] = rows
+        if tensor.device.type != "cpu":
+            tensor = tensor.index_select(0, torch.tensor(rows, device=tensor.device)).cpu()
+            places = range(len(rows))
+        lines = tensor.reshape(len(tensor), tensor.shape[1:].numel())
+        content = lines.contiguous().view(torch.uint8).numpy()
         parts.append([content[place].tobytes() for place in places])
     return [hash(line) or 1 for line in zip(*parts, strict=True)]

@@ -1,4 +1,7 @@
-"""All or nothing, for batches that change more than a step does: the first one, those of a new task, and those with new classes."""
+"""All or nothing, for batches that change more than a step does.
+
+They are the first one, those of a new task, and those with new classes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def or_as_before(owner: OnePass) -> Iterator[None]:
-    """After an error, everything is as it was before. A step that is refused writes no parameter, so their values need no copy."""
+    """After an error, everything is as it was before.
+
+    A step that is refused writes no parameter, so their values need no copy.
+    """
     own = {name: getattr(owner, name) for name in ("segment", "batches", "task", "outputs")}
     fleet, learner = owner.fleet.marked(), owner.learner.saved()
     memory = None if owner.memory is None else owner.memory.marked()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,10 +45,10 @@ class Rows:
         return len(self.group)
 
     def __copy__(self) -> Rows:
-        twin = Rows(self._task_free)
+        twin = object.__new__(Rows)
+        lists = (dict, list, deque, array)
         for name, value in vars(self).items():
-            own = value.copy() if isinstance(value, dict | list | deque) else value
-            setattr(twin, name, own[:] if isinstance(own, array) else own)
+            setattr(twin, name, copy.copy(value) if isinstance(value, lists) else value)
         twin.members = {group: list(rows) for group, rows in self.members.items()}
         return twin
 

@@ -73,14 +73,9 @@ class CapturedDraws(ABC):
 class NeverCaptured:
     """Base of a memory whose steps are not captured, since no two of them are alike."""
 
-    def form(self, count: int | None = None) -> None:
-        """No two steps are alike."""
-
-    def look_ahead(self, steps: int) -> None:
-        """Nothing is captured."""
+    def form(self, count: int | None = None) -> None: ...
+    def look_ahead(self, steps: int) -> None: ...
+    def turn(self, step: int) -> None: ...
 
     def captured(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def turn(self, step: int) -> None:
-        """Nothing is captured."""

@@ -41,7 +41,8 @@ class FleetMemory(CapturedDraws):
 
     What is kept depends on the order of the examples alone, not on how they are cut into batches.
     So batches are stored several at a time; until then they are held and must not be written to. A
-    draw is a function of the run's seed and step: it is repeatable, and needs no state.
+    draw is a function of the run's seed and step: it is repeatable, and needs no state. What the
+    methods promise is said in `EpisodicMemory`.
     """
 
     def __init__(
@@ -87,7 +88,6 @@ class FleetMemory(CapturedDraws):
     # ---- what is kept
 
     def begin_task(self, task: int) -> None:
-        """Start the reservoirs of a task."""
         self._waiting = []
         self._reference.forget()
         self.task = task
@@ -186,7 +186,6 @@ class FleetMemory(CapturedDraws):
     # ---- what is drawn
 
     def of(self, tasks: Sequence[int]) -> Batch:
-        """All that is kept of one past task per run: `tasks[r]` in row `r`."""
         assert self._x is not None
         counts = [self._counts[task][r] for r, task in enumerate(tasks)]
         starts = [
@@ -201,7 +200,6 @@ class FleetMemory(CapturedDraws):
         return self._take(places.to(self.fleet.device, non_blocking=True), tuple(counts))
 
     def of_chosen(self, choose: Chooser) -> Batch:
-        """`of` the tasks that `choose(1)` names, `[R, 1]`."""
         return self._draw(
             "task",
             lambda: self.of(choose(1)[:, 0].tolist()),
@@ -229,11 +227,12 @@ class FleetMemory(CapturedDraws):
         if visible == 0:
             return None
         if self.with_replacement:
-            return self._draw(
-                count,
-                lambda: self._draw_repeating(count),
-                lambda steps: self._repeating(count, steps),
-            )
+            sizes = tuple(count if n else 0 for n in self.sizes)
+
+            def repeating(steps: int) -> Tensor:
+                return self._reference.independent(self.fleet.step, self._start, count, steps)
+
+            return self._draw(count, lambda: self._take(repeating(1)[:, 0], sizes), repeating)
         if visible <= count:
             return Batch(self._x[:, :visible], self._slots[:, :visible], tuple(self.sizes))
         return self._draw(
@@ -243,13 +242,6 @@ class FleetMemory(CapturedDraws):
                 self.fleet.step, self.fleet.steps, self.sizes, count, steps
             ),
         )
-
-    def _draw_repeating(self, count: int) -> Batch:
-        sizes = tuple(count if n else 0 for n in self.sizes)
-        return self._take(self._repeating(count, 1)[:, 0], sizes)
-
-    def _repeating(self, count: int, steps: int) -> Tensor:
-        return self._reference.independent(self.fleet.step, self._start, count, steps)
 
     def _draw_distinct(self, count: int) -> Batch:
         sizes = [max(n, count) for n in self.sizes]  # a row with fewer takes its first places below
@@ -278,10 +270,6 @@ class FleetMemory(CapturedDraws):
         return (places + self._rows * self._slots.shape[1]).flatten()
 
     def contents(self, room: bool = False) -> tuple[Batch, Tensor] | None:
-        """All visible examples, and the task of each, `[R, n]`: −1 behind a row's end.
-
-        With `room`, `n` is what there is room for.
-        """
         if self._x is None or max(self.sizes) == 0:
             return None
         n = self.tasks * self.budget if room else max(self.sizes)
@@ -292,10 +280,6 @@ class FleetMemory(CapturedDraws):
     # ---- steps that are captured
 
     def form(self, count: int | None = None) -> Hashable | None:
-        """What tells this step's `draw(count)` (or `of_chosen`) from that of another step.
-
-        None if runs or steps differ from each other.
-        """
         if self.include_current:
             return None
         if count is None:
@@ -320,17 +304,14 @@ class FleetMemory(CapturedDraws):
     # ---- saving
 
     def state(self) -> dict[str, Tensor]:
-        """The examples, and everything that decides which ones come next."""
         self._store()
         names = SAVED if self._x is None else (*SAVED, "x")
         return {name: getattr(self, f"_{name}") for name in names}
 
     def counters(self) -> dict[str, int]:
-        """What the host counts with."""
         return {"task": self.task}
 
     def restore(self, state: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Go on from a saved `state()` and `counters()`, in the middle of a task or at its end."""
         self.begin_task(counters["task"])
         for name, fresh in self.state().items():
             if state[name].shape != fresh.shape or state[name].dtype != fresh.dtype:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from onepass.engine.batch import Batch
+from onepass.engine.step_graphs import Lookups
 
 Chooser = Callable[[int], Tensor]  # what the next n steps choose, [R, n, …]
 
 
-class EpisodicMemory(Protocol):
+class EpisodicMemory(Lookups, Protocol):
     """Examples of the past as they came, with their slots, for each of R runs.
 
     `FleetMemory` keeps them for the runs of a study, `onepass.live.memory.StreamMemory` for one
-    stream whose end is not known.
+    stream whose end is not known. What captured steps need is in `Lookups`.
     """
 
     @property
-    def task(self) -> int:
-        """The current task."""
-
+    def task(self) -> int: ...  # the current one
     @property
-    def sizes(self) -> Sequence[int]:
-        """Visible examples of each run, as the host knows them."""
-
+    def sizes(self) -> Sequence[int]: ...  # visible examples of each run, as the host knows them
     @property
-    def include_current(self) -> bool:
-        """Whether examples of the current task may be drawn."""
-
-    # ---- what is kept
+    def include_current(self) -> bool: ...  # whether examples of the current task may be drawn
 
     def begin_task(self, task: int) -> None:
         """Start the reservoirs of a task."""
@@ -43,10 +36,8 @@ class EpisodicMemory(Protocol):
     def end_task(self) -> None:
         """Make the task visible."""
 
-    # ---- what is drawn
-
     def draw(self, count: int) -> Batch | None:
-        """Return a reference batch of `count` visible examples, uniform without replacement.
+        """A reference batch of `count` visible examples, uniform without replacement.
 
         All of them while they are fewer; None while there are none.
         """
@@ -60,30 +51,17 @@ class EpisodicMemory(Protocol):
         `choose(n)` names those of the next n steps, this one included.
         """
 
-    def contents(self, room: bool = False) -> tuple[Batch, Tensor] | None:
-        """All visible examples, and the task of each, `[R, n]`: −1 behind a row's end.
-
-        With `room`, `n` is what there is room for, if that is known.
-        """
-
-    # ---- steps that are captured, as `onepass.engine.step_graphs` does
-
     def form(self, count: int | None = None) -> Hashable | None:
         """What tells this step's `draw(count)` (or `of_chosen`) from that of another step.
 
         None if no two are alike, so that no step can be captured.
         """
 
-    def look_ahead(self, steps: int) -> None:
-        """Gather what the next captured steps draw."""
+    def contents(self, room: bool = False) -> tuple[Batch, Tensor] | None:
+        """All visible examples, and the task of each, `[R, n]`: −1 behind a row's end.
 
-    def captured(self) -> AbstractContextManager[None]:
-        """A context in which draws read what `look_ahead` has gathered."""
-
-    def turn(self, step: int) -> None:
-        """Make `step` the current one of the captured steps."""
-
-    # ---- saving
+        With `room`, `n` is what there is room for, if that is known.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """The examples, and everything that decides which ones come next."""
