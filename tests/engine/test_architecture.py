@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onepass.engine.architecture import Architecture
-from onepass.engine.fleet import aligned
+from onepass.engine.architecture import aligned
 from onepass.engine.gradients import Mode
 from toys import FEATURES, batch_of, by_hand, fleet_of
 

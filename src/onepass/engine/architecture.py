@@ -114,3 +114,18 @@ class Architecture:
             yield features
         finally:
             hook.remove()
+
+
+def aligned(stack: Tensor, align: int) -> Tensor:
+    """The rows of `stack [R, …]`, each at a multiple of `align` numbers in memory."""
+    length = stack[0].numel()
+    room = stack.new_zeros(len(stack), -(-length // align) * align)
+    return room[:, :length].view(stack.shape).copy_(stack)
+
+
+def fill(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    """Copy tensors into those of the same names, which may be larger, at the leading corner."""
+    for name in old.keys() & new.keys():
+        sizes = zip(old[name].shape, new[name].shape, strict=True)
+        corner = tuple(slice(min(pair)) for pair in sizes)
+        new[name][corner] = old[name][corner]

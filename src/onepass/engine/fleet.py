@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from onepass.engine.architecture import Architecture, Prepare
+from onepass.engine.architecture import Architecture, Prepare, aligned, fill
 from onepass.engine.batch import Batch
 from onepass.engine.cuda_streams import lane
 from onepass.engine.forward import ForwardGraphs, TracedForward
@@ -145,11 +145,11 @@ class Fleet:
 
         def carry(old: Tensor, into: Tensor | None = None) -> Tensor:
             new = old.new_zeros(len(old), after.width) if into is None else into
-            _fill(before.named_views(old), after.named_views(new))
+            fill(before.named_views(old), after.named_views(new))
             return new
 
         carry(theta, self.theta)
-        _fill(buffers, self.buffers)
+        fill(buffers, self.buffers)
         return carry
 
     def _build(self, build: Build, seed: int) -> nn.Module:
@@ -292,7 +292,7 @@ class Fleet:
 
     @property
     def steady(self) -> bool:
-        """Whether the next step is one like any other; after one that some runs sat out it is not."""
+        """Whether the next step is like any other; after one that some runs sat out it is not."""
         return not self._partial
 
     def places(self) -> list[Tensor]:
@@ -343,17 +343,3 @@ class Fleet:
         """Bytes of parameters and buffers per run."""
         tensors = [self.theta, *self.buffers.values()]
         return sum(t.nbytes for t in tensors) // self.runs
-
-
-def aligned(stack: Tensor, align: int) -> Tensor:
-    """The rows of `stack [R, …]`, each at a multiple of `align` numbers in memory."""
-    length = stack[0].numel()
-    room = stack.new_zeros(len(stack), -(-length // align) * align)
-    return room[:, :length].view(stack.shape).copy_(stack)
-
-
-def _fill(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    for name in old.keys() & new.keys():
-        sizes = zip(old[name].shape, new[name].shape, strict=True)
-        corner = tuple(slice(min(pair)) for pair in sizes)
-        new[name][corner] = old[name][corner]

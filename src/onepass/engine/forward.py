@@ -1,7 +1,7 @@
 """Forward passes in evaluation, without the overhead of calling a module's many parts.
 
-A pass that comes again and again is traced (`TracedForward`, one run at a time). On a GPU the traced
-passes of all runs are then captured as one CUDA graph (`ForwardGraphs`, one branch per run).
+A pass that comes again and again is traced (`TracedForward`, one run at a time). On a GPU the
+traced passes of all runs are then captured as one CUDA graph (`ForwardGraphs`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of every run of a fleet, looped (one run at a time) or stacked (in one batched program).
+"""Gradients of every run of a fleet: looped (run by run) or stacked (in one batched program).
 
 Looped is always right. A traced program (see `tracing`), of one run or of the stack, is used only
 after its gradient has been compared with plain autograd on the real model. Where tracing or `vmap`

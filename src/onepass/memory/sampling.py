@@ -87,8 +87,8 @@ class ReferencePlaces:
     ) -> Tensor:
         """`count` different places below `sizes[r]` for each run, `[R, count]`.
 
-        With `steps_before`, those of the steps that follow are made in one go: inside a task the active
-        runs all take the same steps.
+        With `steps_before`, those of the steps that follow are made in one go: inside a task the
+        active runs all take the same steps.
         """
         if steps_before is None:
             return self._random.sample(step, sizes, count)

@@ -45,7 +45,8 @@ METRICS = (
 class Sizes:
     """The letters of the paper's formulas for a recipe, and the bytes of one stored example.
 
-    M is "the size of the episodic memory M per task" in the caption of the paper's table; `M_all` is that of all tasks together.
+    M is "the size of the episodic memory M per task" in the caption of the paper's table; `M_all`
+    is that of all tasks together.
     """
 
     P: int
