@@ -14,7 +14,7 @@ import pytest
 from onepass import cli, special_files
 from onepass.errors import LONGEST
 from onepass.studies import recipe as recipes
-from stored import GRID, RECIPE, RUNS, fill, study
+from tests.studies.stored import GRID, RECIPE, RUNS, fill, study
 
 TINY = ["run", "quickstart", "--methods", "van", "--seeds", "1", "--workers", "1"]
 TINY += [

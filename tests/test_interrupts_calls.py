@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_wrapper import CLASSES, stream
 from onepass import Memory, OnePass
 from onepass.live.saving import packed
-from toys import FEATURES, Normed, small_net
+from tests.live.modules import CLASSES, stream
+from tests.toys import FEATURES, Normed, small_net
 
 Make = Callable[[nn.Module], OnePass]
 TASKS = 6

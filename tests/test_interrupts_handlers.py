@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
-from live_wrapper import CLASSES, stream
 from onepass import OnePass, interrupts
 from onepass.interrupts import Held, Opened
 from onepass.live.saving import packed
-from toys import FEATURES, small_net
+from tests.live.modules import CLASSES, stream
+from tests.toys import FEATURES, small_net
 
 
 class TooLateError(Exception):

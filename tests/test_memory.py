@@ -15,7 +15,7 @@ from onepass.learners import METHODS
 from onepass.memory import EpisodicMemory, Policy
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.base import separate_heads
-from toys import ToyStream, fleet_of, small_net
+from tests.toys import ToyStream, fleet_of, small_net
 
 POLICIES: list[Policy] = ["class-reservoir", "ring", "reservoir"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants import MUTANTS, Mutant, check
+from tests.mutants import MUTANTS, Mutant, check
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onepass import cli, output
-from stored import fill
+from tests.studies.stored import fill
 
 ONEPASS = [sys.executable, "-m", "onepass"]
 

@@ -14,7 +14,7 @@ from onepass.learners import METHODS
 from onepass.learners.base import Learner, Reference
 from onepass.metrics import Record, select
 from onepass.protocol import Run, Setup, assemble, grid_points, train
-from toys import ToyStream
+from tests.toys import ToyStream
 
 SETUP = Setup(hidden=(8,), memory_per_task=6)
 BLANK = Record(0, {}, np.zeros((2, 2)), np.zeros(2), np.zeros((2, 11)), None, None, 0.0, 0, False)

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from sensitivity import Beginning, beginning, recorded, row
 
 from onepass.learners import METHODS
 from onepass.metrics import average_accuracy
 from onepass.protocol import train
-from replaying import SETUP, digits, runs
+from sensitivity import Beginning, beginning, recorded, row
+from tests.training import SETUP, digits, runs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("method", ["van", "gem", "s-gem", "a-gem", "icarl"])

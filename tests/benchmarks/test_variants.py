@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from variants import VARIANTS, GemICarl, UnionAGem
 
 from onepass.engine import step_graphs
 from onepass.engine.batch import Batch
@@ -20,9 +19,10 @@ from onepass.learners.base import Reference
 from onepass.learners.icarl import Options
 from onepass.memory import EpisodicMemory
 from onepass.protocol import train
-from replaying import SETUP, Ends, digits, runs, same, same_bits
-from simulated import Simulated
-from toys import Normed, ToyStream, small_net
+from tests.engine.simulated_cuda import Simulated
+from tests.toys import Normed, ToyStream, small_net
+from tests.training import SETUP, Ends, digits, runs, same, same_bits
+from variants import VARIANTS, GemICarl, UnionAGem
 
 SEEDS = (1, 2)
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Measure = Callable[..., dict[str, list[tuple[float, float]]]]
 KEEPS = r"a-gem keeps (-?\d+\.\d) points more of the old \w+ than van\n$"
 

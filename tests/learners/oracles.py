@@ -14,7 +14,7 @@ from onepass.engine.fleet import Build, Fleet
 from onepass.engine.slots import Slots
 from onepass.learners.base import Learner
 from onepass.streams.base import separate_heads
-from toys import batch_of, small_net
+from tests.toys import batch_of, small_net
 
 
 def task_batch(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from live_fuzz import content_of, put_together, same, shape_of, taken_apart
-from live_saving import MIDDLE, Case
 from onepass import InputError, OnePass
+from tests.live.attacks import content_of, put_together, same, shape_of, taken_apart
+from tests.live.saved_learners import MIDDLE, Case
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 

@@ -2,7 +2,7 @@
 
 As a program it tries a range of attacks in one process under a memory limit and a clock, and prints one line per attack:
 
-    python tests/live_fuzz.py FOLDER FIRST LAST
+    python tests/attacks.py FOLDER FIRST LAST
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from live_saving import OPTIMIZERS, TASKS, Case, classes, net, numbers, square, values
 from onepass import InputError, Memory, OnePass
 from onepass.errors import is_out_of_memory
 from onepass.files import canonical, digest
 from onepass.live.saving import packed
-from toys import FEATURES, Normed, mutated
+from tests.live.saved_learners import OPTIMIZERS, TASKS, Case, classes, net, numbers, square, values
+from tests.toys import FEATURES, Normed, mutated
 
 ROOM = 2**30  # bytes of address space beyond what the process has when it begins
 SECONDS = 10  # for one attack

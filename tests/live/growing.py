@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from live_saving import SUPPORTED, Own
 from onepass import Memory, OnePass
-from toys import FEATURES
+from tests.live.saved_learners import SUPPORTED, Own
+from tests.toys import FEATURES
 
 GROWING = [name for name, learner in SUPPORTED.items() if not learner.needs_own_classes]
 SETTINGS: dict[str, dict[str, Any]] = {name: {} for name in GROWING} | {

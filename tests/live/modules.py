@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onepass.learners import METHODS
 from onepass.models.resnet import ResNet
-from toys import FEATURES, Asking, Normed, Tied, small_net
+from tests.toys import FEATURES, Asking, Normed, Tied, small_net
 
 CLASSES = 4
 LIVE = [

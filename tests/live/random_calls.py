@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onepass import Memory, OnePass
 from onepass.live.memory import SHIFT, LiveMemory
-from toys import FEATURES
+from tests.toys import FEATURES
 
 OUTPUTS = 4
 HEADS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import InputError, OnePass
-from toys import FEATURES
+from tests.toys import FEATURES
 
 CLASSES = 4
 

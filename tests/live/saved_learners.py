@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from onepass import Memory, OnePass
 from onepass.learners import METHODS
-from toys import FEATURES
+from tests.toys import FEATURES
 
 SUPPORTED = {
     name: found.learner

@@ -13,12 +13,12 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from live_bad import CLASSES, Rich, batch
 from onepass import OnePass
 from onepass.learners import METHODS
 from onepass.live.advice import ABOVE, BEFORE, PATIENCE, Advice
 from onepass.live.classifier import OnePassClassifier
-from toys import FEATURES, small_net
+from tests.live.refused_calls import CLASSES, Rich, batch
+from tests.toys import FEATURES, small_net
 
 PROTECTED_BY_AN_END = [
     name

@@ -15,9 +15,9 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor, nn
 
-from live_classifier import STREAMING, Odd, blobs, same, state
 from onepass import InputError, Memory, OnePass, OnePassClassifier
 from onepass.live import classifier
+from tests.live.classifiers import STREAMING, Odd, blobs, same, state
 
 DOES_NOT_APPLY: dict[
     str, str

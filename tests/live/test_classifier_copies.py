@@ -13,8 +13,8 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from torch import nn
 
-from live_classifier import STREAMING, Odd, blobs, same
 from onepass import InputError, Memory, OnePassClassifier
+from tests.live.classifiers import STREAMING, Odd, blobs, same
 
 # ---- modules
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_wrapper import CLASSES
 from onepass import InputError, LearntError, Memory, OnePass, OnePassClassifier
 from onepass.live.exclusive import Exclusive
 from onepass.live.saving import packed
-from toys import FEATURES, Normed, small_net
+from tests.live.modules import CLASSES
+from tests.toys import FEATURES, Normed, small_net
 
 
 class Noisy(nn.Module):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_bad import CLASSES, batch
 from onepass import InputError, OnePass
 from onepass.live.saving import packed
-from toys import FEATURES
+from tests.live.refused_calls import CLASSES, batch
+from tests.toys import FEATURES
 
 
 class Calling(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onepass import InputError, OnePass
 from onepass.models.resnet import ResNet
-from toys import FEATURES, Dropped, Normed, Tied, small_net
+from tests.toys import FEATURES, Dropped, Normed, Tied, small_net
 
 CLASSES = 4
 

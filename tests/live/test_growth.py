@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import InputError, Memory, OnePass
 from onepass.live.saving import packed
 from onepass.random_numbers import Purpose, RandomNumbers
-from toys import FEATURES, Tied
+from tests.live.growing import SETTINGS, batch, learn, learner_of, net
+from tests.toys import FEATURES, Tied
 
 
 def head_of(learner: OnePass) -> nn.Linear:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, optim
 from torch.nn import functional
 
-from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import Memory, OnePass
+from tests.live.growing import SETTINGS, batch, learn, learner_of, net
 
 every_method = pytest.mark.parametrize("name", SETTINGS)
 

@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_memory import (
+from onepass import InputError, Memory, OnePass
+from onepass.engine.batch import Batch
+from onepass.live.memory import LiveMemory, Policy
+from onepass.live.saving import packed
+from tests.live.memories import (
     CLASSES,
     EACH,
     Offered,
@@ -24,10 +28,6 @@ from live_memory import (
     some_labels,
     something,
 )
-from onepass import InputError, Memory, OnePass
-from onepass.engine.batch import Batch
-from onepass.live.memory import LiveMemory, Policy
-from onepass.live.saving import packed
 
 # ---- what is drawn
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from live_memory import (
+from onepass import InputError, Memory, OnePass
+from onepass.engine.batch import Batch
+from onepass.live.memory import LiveMemory, Policy
+from onepass.live.saving import packed, settings
+from tests.live.memories import (
     CLASSES,
     Offered,
     assert_same_batch,
@@ -23,10 +27,6 @@ from live_memory import (
     numbers_in,
     some_labels,
 )
-from onepass import InputError, Memory, OnePass
-from onepass.engine.batch import Batch
-from onepass.live.memory import LiveMemory, Policy
-from onepass.live.saving import packed, settings
 
 
 def held(memory: LiveMemory) -> dict[tuple[int, int], list[int]]:

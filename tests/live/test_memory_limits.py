@@ -16,7 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_memory import (
+from onepass import InputError, Memory, OnePass
+from onepass.live.memory import GROUP, INDEX, ROW, LiveMemory, Policy
+from onepass.live.saving import packed
+from tests.live.memories import (
     CLASSES,
     EACH,
     Offered,
@@ -30,9 +33,6 @@ from live_memory import (
     some_labels,
     something,
 )
-from onepass import InputError, Memory, OnePass
-from onepass.live.memory import GROUP, INDEX, ROW, LiveMemory, Policy
-from onepass.live.saving import packed
 
 
 def real_bytes(memory: LiveMemory) -> int:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_bad import CLASSES, batch, refused, same
-from live_wrapper import LIVE
 from onepass import InputError, OnePass
-from toys import FEATURES
+from tests.live.modules import LIVE
+from tests.live.refused_calls import CLASSES, batch, refused, same
+from tests.toys import FEATURES
 
 
 class Two(nn.Module):

@@ -15,7 +15,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn, optim
 
-from live_saving import (
+from onepass import Memory, OnePass
+from onepass.errors import InputError
+from onepass.live.saving import packed
+from tests.live.saved_learners import (
     BETWEEN,
     EVENTS,
     MIDDLE,
@@ -31,10 +34,7 @@ from live_saving import (
     torch_optimizer,
     values,
 )
-from onepass import Memory, OnePass
-from onepass.errors import InputError
-from onepass.live.saving import packed
-from toys import FEATURES, Dropped, Normed, Tied, small_net
+from tests.toys import FEATURES, Dropped, Normed, Tied, small_net
 
 
 def several(task: int, batch: int) -> tuple[tuple[Tensor, ...], Tensor]:

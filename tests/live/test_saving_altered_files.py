@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from live_fuzz import CASES, content_of, same, shape_of, taken_apart
-from live_refusals import Change, changed, refusal, setting
-from live_saving import MIDDLE
 from onepass import InputError, OnePass
 from onepass.live.settings import read_tasks
+from tests.live.altered_files import Change, changed, refusal, setting
+from tests.live.attacks import CASES, content_of, same, shape_of, taken_apart
+from tests.live.saved_learners import MIDDLE
 
 # ---- headers
 

@@ -20,11 +20,11 @@ import safetensors.torch
 import torch
 from torch import nn, optim
 
-from live_saving import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
 from onepass import InputError, Memory, OnePass
 from onepass.live.container import FORMAT
 from onepass.live.saving import packed
-from toys import FEATURES, Normed, mutated
+from tests.live.saved_learners import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
+from tests.toys import FEATURES, Normed, mutated
 
 # ---- the file
 

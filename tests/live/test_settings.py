@@ -12,12 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from live_bad import CLASSES, Rich, batch, check_sentence, in_a_second_task, refused, same
-from live_fuzz import content_of
-from live_refusals import changed, setting
-from live_saving import MIDDLE, classes, net
 from onepass import InputError, Memory, OnePass
-from toys import FEATURES, small_net
+from tests.live.altered_files import changed, setting
+from tests.live.attacks import content_of
+from tests.live.refused_calls import (
+    CLASSES,
+    Rich,
+    batch,
+    check_sentence,
+    in_a_second_task,
+    refused,
+    same,
+)
+from tests.live.saved_learners import MIDDLE, classes, net
+from tests.toys import FEATURES, small_net
 
 # ---- memories
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from onepass import InputError, LearntError, LiveView, Memory, OnePass, TensorBoard
 from onepass.learners import METHODS
 from onepass.live.saving import packed
-from toys import FEATURES, Dropped, Normed, small_net
+from tests.toys import FEATURES, Dropped, Normed, small_net
 
 CLASSES = 4
 KEYS = [

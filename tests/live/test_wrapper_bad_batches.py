@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_bad import CLASSES, Pair, Rich, batch, in_a_second_task, refused
 from onepass import InputError, Memory, OnePass
-from toys import small_net
+from tests.live.refused_calls import CLASSES, Pair, Rich, batch, in_a_second_task, refused
+from tests.toys import small_net
 
 # ---- batches
 

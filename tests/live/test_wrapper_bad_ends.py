@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_bad import CLASSES, Pair, Rich, batch, check_sentence, in_a_second_task, refused
 from onepass import InputError, OnePass
-from toys import FEATURES
+from tests.live.refused_calls import (
+    CLASSES,
+    Pair,
+    Rich,
+    batch,
+    check_sentence,
+    in_a_second_task,
+    refused,
+)
+from tests.toys import FEATURES
 
 # ---- ends of tasks
 

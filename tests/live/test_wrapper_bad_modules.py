@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_bad import CLASSES, Rich, batch, in_a_second_task, refused, same, snapshot
 from onepass import InputError, OnePass
 from onepass.learners import METHODS
-from toys import FEATURES
+from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused, same, snapshot
+from tests.toys import FEATURES
 
 CORRECTING = [
     "gem",

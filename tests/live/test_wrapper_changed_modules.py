@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from live_bad import CLASSES, Rich, batch, in_a_second_task, refused, same
 from onepass import OnePass
+from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused, same
 
 # ---- modules that were changed behind our back
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from onepass import InputError, Memory, OnePass
 from onepass.learners import METHODS
-from toys import FEATURES, Dropped, Normed, small_net
+from tests.toys import FEATURES, Dropped, Normed, small_net
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"

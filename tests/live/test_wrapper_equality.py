@@ -20,7 +20,7 @@ from onepass.learners.base import Learner, Reference
 from onepass.memory import Policy
 from onepass.models.mlp import mlp
 from onepass.protocol import Run, Setup, assemble
-from toys import FEATURES, Dropped, Normed, Tied, ToyStream
+from tests.toys import FEATURES, Dropped, Normed, Tied, ToyStream
 
 HEAD_A_TASK, ONE_HEAD = ToyStream(examples=27), ToyStream(examples=27, shared=True)
 TASKS = [[0, 1], [2, 3], [4, 5], [6, 7]]

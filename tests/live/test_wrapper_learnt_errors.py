@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from live_wrapper import CLASSES, stream
 from onepass import InputError, LearntError, OnePass
 from onepass.live.saving import packed
-from toys import small_net
+from tests.live.modules import CLASSES, stream
+from tests.toys import small_net
 
 
 @pytest.fixture

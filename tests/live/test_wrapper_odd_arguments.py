@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from live_bad import CLASSES, batch, check_sentence
-from odd import odd_values
 from onepass import InputError, OnePass
 from onepass.errors import MOST
-from toys import FEATURES
+from tests.live.odd_values import odd_values
+from tests.live.refused_calls import CLASSES, batch, check_sentence
+from tests.toys import FEATURES
 
 RATE = {"learning_rate": 0.1}
 

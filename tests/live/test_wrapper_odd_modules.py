@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import prune
 
-from live_bad import CLASSES, batch, check_sentence, refused
 from onepass import InputError, OnePass
 from onepass.live.inputs import KEPT, LABELS
-from toys import FEATURES, small_net
+from tests.live.refused_calls import CLASSES, batch, check_sentence, refused
+from tests.toys import FEATURES, small_net
 
 # ---- modules
 

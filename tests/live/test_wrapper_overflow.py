@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from live_bad import CLASSES, batch, refused
-from live_saving import OPTIMIZERS
 from onepass import InputError, OnePass
 from onepass.live.saving import packed
-from toys import FEATURES, small_net
+from tests.live.refused_calls import CLASSES, batch, refused
+from tests.live.saved_learners import OPTIMIZERS
+from tests.toys import FEATURES, small_net
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

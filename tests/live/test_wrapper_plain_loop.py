@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from live_wrapper import CLASSES, MODULES, Flat, Half, alike, plainly, pure, sgd, stream
 from onepass import OnePass
-from toys import FEATURES, Normed, Tied
+from tests.live.modules import CLASSES, MODULES, Flat, Half, alike, plainly, pure, sgd, stream
+from tests.toys import FEATURES, Normed, Tied
 
 
 @pytest.mark.parametrize("build", MODULES, ids=lambda b: b.__name__)

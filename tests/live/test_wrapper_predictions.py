@@ -13,9 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from live_wrapper import CLASSES, LIVE, Attending, alike, equal, plainly, sgd, spectral, stream
 from onepass import Memory, OnePass
-from toys import FEATURES, Asking, Dropped, Normed, small_net
+from tests.live.modules import (
+    CLASSES,
+    LIVE,
+    Attending,
+    alike,
+    equal,
+    plainly,
+    sgd,
+    spectral,
+    stream,
+)
+from tests.toys import FEATURES, Asking, Dropped, Normed, small_net
 
 # ---- chance
 

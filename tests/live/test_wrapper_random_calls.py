@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from live_calls import HEADS, KINDS, OUTPUTS, Kind, Net, check_memory, snapshot
 from onepass import InputError, Memory, OnePass
 from onepass.live.memory import LiveMemory
-from toys import FEATURES
+from tests.live.random_calls import HEADS, KINDS, OUTPUTS, Kind, Net, check_memory, snapshot
+from tests.toys import FEATURES
 
 CALLS = 10_000
 CALLS_A_STREAM = 100

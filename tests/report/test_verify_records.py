@@ -22,7 +22,7 @@ from onepass.studies.results import evaluation, results
 from onepass.studies.store import Store
 from onepass.studies.work import open_stream
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results"
 
 

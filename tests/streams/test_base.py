@@ -11,7 +11,7 @@ from onepass.errors import InputError
 from onepass.feed import Feed
 from onepass.streams import STREAMS, digits, mnist
 from onepass.streams.base import Part, PermutedStream, Pool, Stream, is_odd
-from toys import ToyStream
+from tests.toys import ToyStream
 
 PARTS: list[Part] = ["cv", "ev"]
 OWN = [name for name, entry in STREAMS.items() if entry.data is None]

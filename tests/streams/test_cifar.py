@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cifar_files import (
+from onepass.errors import InputError
+from onepass.streams import cifar
+from tests.streams.cifar_files import (
     Content,
     assert_holds,
     pack,
@@ -23,8 +25,6 @@ from cifar_files import (
     write_images,
     write_python,
 )
-from onepass.errors import InputError
-from onepass.streams import cifar
 
 
 @pytest.mark.parametrize("place", ["", "cifar100", "cifar-100-binary"])

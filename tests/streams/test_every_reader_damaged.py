@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cifar_files import pickled, pickled_by_python_2, records
-from fuzzing import in_a_process, listing, mutations, outcome
 from onepass.errors import InputError
 from onepass.streams import cifar, digits, mnist
+from tests.fuzzing import in_a_process, listing, mutations, outcome
+from tests.streams.cifar_files import pickled, pickled_by_python_2, records
 
 CLASSES, SIDE, EACH = 3, 4, {"train": 2, "test": 1}
 NUMBERS = 3 * SIDE * SIDE

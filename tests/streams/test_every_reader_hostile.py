@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from fuzzing import in_a_process, outcome
-from hostile import PROGRAMS
 from onepass.errors import InputError
 from onepass.streams import archives, cifar, digits, mnist
+from tests.fuzzing import in_a_process, outcome
+from tests.streams.hostile_pickles import PROGRAMS
 
 LITTLE = 2**28  # bytes: less than the training images of CIFAR-100 take twice
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fuzzing import limited
 from onepass.studies import checkout, provenance
+from tests.fuzzing import limited
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 

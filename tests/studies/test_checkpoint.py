@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzzing import in_a_process
 from onepass.files import canonical, digest
 from onepass.learners import METHODS, ewc
 from onepass.learners.base import Reference
@@ -20,7 +19,8 @@ from onepass.protocol import Run, Setup, Snapshot, _restored, assemble, train
 from onepass.recording import Recorder
 from onepass.studies import checkpoint
 from onepass.studies.checkpoint import Checkpoints
-from toys import ToyStream
+from tests.fuzzing import in_a_process
+from tests.toys import ToyStream
 
 SETUP = Setup(hidden=(8,), memory_per_task=6)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
 from onepass.metrics import Record
@@ -29,7 +28,8 @@ from onepass.studies import study
 from onepass.studies.executors import Executor, executor
 from onepass.studies.recipe import load
 from onepass.studies.store import Store
-from toys import Silent
+from tests.fuzzing import limited
+from tests.toys import Silent
 
 distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
 from onepass.files import TEMPORARY, digest, temporary_name
@@ -30,7 +29,17 @@ from onepass.studies.database import FILE
 from onepass.studies.rescue import rescue
 from onepass.studies.store import Store
 from onepass.studies.study import _Progress
-from stored import GRID, MADE, RUNS, as_older_versions, fill, journal_back_to, record, study
+from tests.fuzzing import limited
+from tests.studies.stored import (
+    GRID,
+    MADE,
+    RUNS,
+    as_older_versions,
+    fill,
+    journal_back_to,
+    record,
+    study,
+)
 
 QUICK = [
     "--methods",
@@ -339,17 +348,17 @@ def test_a_pipe_with_the_name_of_a_study_is_left_alone(
 
 KILLED = """
 import os, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 from pathlib import Path
 from onepass.studies import database
-from stored import fill
+from tests.studies.stored import fill
 database.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 fill(Path({folder!r}))
 """
 
 
 def test_what_a_killed_creation_left_is_gone_after_the_next_run(tmp_path: Path) -> None:
-    script = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    script = KILLED.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", script], timeout=100)
     assert ended.returncode == -signal.SIGKILL
     assert any(path.name.startswith(TEMPORARY) for path in tmp_path.iterdir())
@@ -413,10 +422,10 @@ def test_of_two_processes_that_create_a_study_at_once_one_does(
 TWO = """
 import fcntl, sys
 fcntl.flock = lambda *_: None
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 from pathlib import Path
 from onepass.errors import InputError
-from stored import GRID, MADE, RUNS, record, study
+from tests.studies.stored import GRID, MADE, RUNS, record, study
 try:
     for _ in range(5):
         with study(Path({folder!r})) as opened:
@@ -433,7 +442,7 @@ except InputError as reason:
 def test_two_processes_without_locks_store_every_unit_once_or_stop_with_a_sentence(
     tmp_path: Path,
 ) -> None:
-    script = TWO.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    script = TWO.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path))
     both = [
         subprocess.Popen(
             [sys.executable, "-c", script],

@@ -16,8 +16,8 @@ from onepass.studies.executors import Trained
 from onepass.studies.forecast import Forecast, Piece, weighed
 from onepass.studies.study import Means
 from onepass.studies.work import Job, work
-from small_study import small
-from toys import Silent
+from tests.studies.small_study import small
+from tests.toys import Silent
 
 COSTS = {"fast": 1.0, "slow": 50.0}
 FAST = [

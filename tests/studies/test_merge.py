@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from crafted import Study, taken_from, written_to
 from onepass.errors import InputError
 from onepass.studies.database import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.store import Store
-from stored import GRID, RUNS, fill, record, study
+from tests.studies.crafted import Study, taken_from, written_to
+from tests.studies.stored import GRID, RUNS, fill, record, study
 
 
 def test_merging_brings_the_results_of_two_machines_together(tmp_path: Path) -> None:

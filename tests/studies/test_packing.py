@@ -14,8 +14,8 @@ from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.protocol import Run, Setup
 from onepass.studies import packing, work
-from small_study import small
-from toys import ToyStream
+from tests.studies.small_study import small
+from tests.toys import ToyStream
 
 
 @pytest.mark.parametrize(

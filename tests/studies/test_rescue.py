@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from fuzzing import limited
 from onepass.cli import main
 from onepass.errors import InputError
 from onepass.studies.database import FILE
@@ -21,7 +20,18 @@ from onepass.studies.recovery import private
 from onepass.studies.rescue import rescue
 from onepass.studies.results import evaluation
 from onepass.studies.store import Store
-from stored import GRID, MADE, RECIPE, RUNS, as_older_versions, fill, record, results_in, study
+from tests.fuzzing import limited
+from tests.studies.stored import (
+    GRID,
+    MADE,
+    RECIPE,
+    RUNS,
+    as_older_versions,
+    fill,
+    record,
+    results_in,
+    study,
+)
 
 
 def execute(folder: Path, *statements: str) -> None:

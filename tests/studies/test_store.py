@@ -21,7 +21,7 @@ from onepass.studies.database import FILE
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Store
-from stored import GRID, MADE, RECIPE, RUNS, fill, record, results_in, study
+from tests.studies.stored import GRID, MADE, RECIPE, RUNS, fill, record, results_in, study
 
 
 def test_what_is_stored_is_read_back_bit_by_bit(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_a_study_of_an_older_version_whose_process_was_killed_is_read_from_its_l
 ) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from stored import GRID, MADE, as_older_versions, record, study
+from tests.studies.stored import GRID, MADE, as_older_versions, record, study
 with study(Path({str(tmp_path)!r})) as opened:
     as_older_versions(opened)
     opened.plan([GRID])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from crafted import mutations, taken_from, written_to
-from fuzzing import in_a_process, limited
 from onepass.cli import main
+from tests.fuzzing import in_a_process, limited
+from tests.studies.crafted import mutations, taken_from, written_to
 
 SMALL = "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[4] --set grids.van.learning_rate=0.1"
 READING = (

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzzing import Watch, in_a_process, listing, mutations, outcome
 from onepass.errors import InputError
 from onepass.protocol import Snapshot
 from onepass.studies.checkpoint import Checkpoints
 from onepass.studies.database import FILE
 from onepass.studies.rescue import rescue
-from stored import (
+from tests.fuzzing import Watch, in_a_process, listing, mutations, outcome
+from tests.studies.stored import (
     GRID,
     MADE,
     RUNS,

@@ -28,8 +28,8 @@ from onepass.studies.recipe import Recipe, grown, load, united
 from onepass.studies.results import Result, cross_validation
 from onepass.studies.store import Store
 from onepass.studies.study import Means
-from small_study import small
-from toys import Silent
+from tests.studies.small_study import small
+from tests.toys import Silent
 
 
 class Scripted:

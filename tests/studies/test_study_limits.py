@@ -15,7 +15,7 @@ from onepass.errors import InputError
 from onepass.studies import packing, work
 from onepass.studies.recipe import MOST_UNITS, Recipe, from_stored, load, united
 from onepass.studies.study import try_stream
-from small_study import small
+from tests.studies.small_study import small
 
 MANY = "[" + ",".join(str(number / 1000) for number in range(1, 401)) + "]"
 

@@ -10,7 +10,7 @@ from onepass.errors import InputError
 from onepass.metrics import Summary
 from onepass.report.table import summaries
 from onepass.studies import executors, fetch, recipe, study
-from toys import Silent
+from tests.toys import Silent
 
 pytestmark = pytest.mark.long
 
