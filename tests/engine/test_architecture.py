@@ -13,7 +13,7 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import aligned
 from onepass.engine.gradients import Mode
 from onepass.engine.tracing import trace
-from toys import FEATURES, batch_of, by_hand, fleet_of
+from tests.toys import FEATURES, batch_of, by_hand, fleet_of
 
 
 def test_parameters_may_begin_at_certain_places_and_what_is_between_them_stays_zero() -> None:

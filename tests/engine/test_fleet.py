@@ -14,7 +14,7 @@ from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.streams.base import separate_heads
-from toys import (
+from tests.toys import (
     FEATURES,
     Asking,
     Described,

@@ -18,7 +18,7 @@ from onepass.learners.gem import Gem, Options, closest, nonnegative
 from onepass.learners.van import Van
 from onepass.memory import EpisodicMemory
 from onepass.protocol import Run, Setup, assemble
-from toys import ToyStream, batch_of, by_hand, fleet_of
+from tests.toys import ToyStream, batch_of, by_hand, fleet_of
 
 Array = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from onepass.learners.base import Reference, Referring
 from onepass.learners.mega1 import Mega1, balance
 from onepass.learners.mega2 import Mega2, rotate
 from onepass.memory import EpisodicMemory
-from toys import Normed, batch_of, by_hand, fleet_of
+from tests.toys import Normed, batch_of, by_hand, fleet_of
 
 both = pytest.mark.parametrize("method", ["mega-1", "mega-2"])
 
