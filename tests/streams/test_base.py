@@ -139,7 +139,7 @@ def test_every_training_example_is_shown_exactly_once(stream: Stream, joined: bo
         (),
         {
             "pool": Pool(numbers, stream.pool.classes, stream.pool.training, 1.0),
-            "slots": stream.slots,
+            "heads": stream.heads,
             "tasks": stream.tasks,
         },
     )()
