@@ -1,4 +1,4 @@
-"""Streams, methods and comparisons for tests of replayed steps."""
+"""Short training runs on the digits, and comparisons of where they end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onepass.learners import Method
 from onepass.learners.van import Van
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot
-from onepass.streams import STREAMS
 from onepass.streams.base import Stream
+from tests.toys import shipped
 
 SETUP = Setup(hidden=(12, 12), memory_per_task=8, batch_size=2, tf32=False)
 RESIDUAL = Setup(network="resnet18-reduced", memory_per_task=6, batch_size=5, tf32=False)
@@ -28,9 +28,7 @@ def runs(method: Method, seeds: int = 3) -> list[Run]:
 
 
 def digits(name: str, examples: int = 200) -> Stream:
-    return STREAMS[name].make(
-        STREAMS[name].options(train_examples=examples, test_examples=60), None
-    )
+    return shipped(name, train_examples=examples, test_examples=60)
 
 
 def same(one: list[Record], other: list[Record], tolerance: float = 0.0) -> None:
@@ -59,7 +57,10 @@ class Ends:
 
 
 def _kept(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the last place of the memory, for what is thrown away: whatever comes there last on a GPU is in no order."""
+    """Without the last place of the memory, where what is thrown away is written.
+
+    On a GPU, several such writes are in no order.
+    """
     places = {f"memory.{name}" for name in ("x", "slots", "task", "place")}
     return {name: tensor[:, :-1] if name in places else tensor for name, tensor in state.items()}
 

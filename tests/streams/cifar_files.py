@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from onepass.streams import cifar
+from tests.sentences import refusal_of
 
-Content = dict[
-    str, tuple[NDArray[np.uint8], list[int]]
-]  # planes [N, 3072] and labels of either part
+# Planes [N, 3072] and labels of either part.
+Content = dict[str, tuple[NDArray[np.uint8], list[int]]]
 
 
 def records(planes: NDArray[np.uint8], labels: list[int]) -> bytes:
@@ -45,40 +45,17 @@ def pickled_by_python_2(planes: NDArray[np.uint8], labels: list[int]) -> bytes:
 
     kind = b"cnumpy\ndtype\n" + text(b"u1") + number(0) + number(1) + b"\x87R"
     kind += b"(" + number(3) + text(b"|") + b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
-        + number(0)
-        + b"\x85"
-        + text(b"b")
-        + b"\x87R"
-    )
-    array += (
-        b"("
-        + number(1)
-        + number(len(planes))
-        + number(3072)
-        + b"\x86"
-        + kind
-        + b"\x89"
-        + text(planes.tobytes())
-        + b"tb"
-    )
-    return (
-        b"\x80\x02}("
-        + text(b"data")
-        + array
-        + text(b"fine_labels")
-        + b"]("
-        + b"".join(map(number, labels))
-        + b"eu."
-    )
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+    array += number(0) + b"\x85" + text(b"b") + b"\x87R"
+    shape = number(len(planes)) + number(3072) + b"\x86"
+    array += b"(" + number(1) + shape + kind + b"\x89" + text(planes.tobytes()) + b"tb"
+    fine = b"](" + b"".join(map(number, labels)) + b"e"
+    return b"\x80\x02}(" + text(b"data") + array + text(b"fine_labels") + fine + b"u."
 
 
 def write_binary(folder: Path, content: Content) -> None:
-    write(
-        folder / "cifar-100-binary",
-        {f"{part}.bin": records(*some) for part, some in content.items()},
-    )
+    files = {f"{part}.bin": records(*some) for part, some in content.items()}
+    write(folder / "cifar-100-binary", files)
 
 
 def write_python(folder: Path, content: Content, protocol: int | None) -> None:
@@ -101,9 +78,8 @@ def write_images(folder: Path, content: Content, name: Callable[[int], str] = st
         for number, (row, label) in enumerate(zip(planes, labels, strict=True)):
             place = folder / part / name(label)
             place.mkdir(parents=True, exist_ok=True)
-            image.fromarray(row.reshape(3, 32, 32).transpose(1, 2, 0)).save(
-                place / f"{number:05}.png"
-            )
+            pixels = image.fromarray(row.reshape(3, 32, 32).transpose(1, 2, 0))
+            pixels.save(place / f"{number:05}.png")
 
 
 def pack(folder: Path, form: str, patch: pytest.MonkeyPatch) -> Path:
@@ -119,13 +95,13 @@ def pack(folder: Path, form: str, patch: pytest.MonkeyPatch) -> Path:
 
 def assert_holds(folder: Path, content: Content) -> None:
     x, classes, training = cifar.read(folder)
-    expected = (
-        np.concatenate([planes for planes, _ in content.values()])
-        .reshape(-1, 3, 32, 32)
-        .transpose(0, 2, 3, 1)
-        .reshape(-1, 3072)
-    )
+    planes = np.concatenate([some for some, _ in content.values()]).reshape(-1, 3, 32, 32)
     assert x.dtype == np.uint8
-    assert np.array_equal(x, expected)
+    assert np.array_equal(x, planes.transpose(0, 2, 3, 1).reshape(-1, 3072))
     assert classes.tolist() == [label for _, labels in content.values() for label in labels]
     assert training == len(content["train"][1])
+
+
+def refusal(folder: Path) -> str:
+    """The one sentence with which a folder is refused."""
+    return refusal_of(lambda: cifar.read(folder))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"  # its state follows
+# The state of the array follows.
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
 BYTES = b"cnumpy\ndtype\n\x8c\x02u1\x89\x88\x87R"
 
 
@@ -22,47 +23,29 @@ def nest(times: int, kind: bytes, width: int = 10) -> bytes:
     opening, closing = {b"list": (b"](", b"e"), b"tuple": (b"(", b"t")}[kind]
     made = b"K\x01r" + struct.pack("<I", 0)
     for level in range(times):
-        made += (
-            b"0"
-            + opening
-            + (b"j" + struct.pack("<I", level)) * width
-            + closing
-            + b"r"
-            + struct.pack("<I", level + 1)
-        )
+        inner = (b"j" + struct.pack("<I", level)) * width
+        made += b"0" + opening + inner + closing + b"r" + struct.pack("<I", level + 1)
     return made
 
 
-LABELS, DATA = (
-    b"](K\x00K\x01e",
-    array(b"K\x02M\x00\x0c\x86", b"B" + struct.pack("<I", 2 * 3072) + bytes(2 * 3072)),
-)
+LABELS = b"](K\x00K\x01e"
+DATA = array(b"K\x02M\x00\x0c\x86", b"B" + struct.pack("<I", 2 * 3072) + bytes(2 * 3072))
+LARGE = b"\x8a\xff" + b"\x7f" * 255  # a number of 255 bytes
+LISTS, TUPLES = nest(30, b"list"), nest(30, b"tuple")
 PROGRAMS: dict[str, bytes] = {
-    **{
-        f"{kind.decode()}s of {kind.decode()}s as labels": dictionary(DATA, nest(30, kind))
-        for kind in (b"list", b"tuple")
-    },
-    **{
-        f"{kind.decode()}s of {kind.decode()}s as data": dictionary(nest(30, kind), LABELS)
-        for kind in (b"list", b"tuple")
-    },
-    **{
-        f"{kind.decode()}s of {kind.decode()}s as a shape": dictionary(
-            array(nest(30, kind)), LABELS
-        )
-        for kind in (b"list", b"tuple")
-    },
-    **{
-        f"{kind.decode()}s of {kind.decode()}s as bytes": dictionary(
-            array(b"K\x01K\x01\x86", nest(30, kind)), LABELS
-        )
-        for kind in (b"list", b"tuple")
-    },
+    "lists of lists as labels": dictionary(DATA, LISTS),
+    "tuples of tuples as labels": dictionary(DATA, TUPLES),
+    "lists of lists as data": dictionary(LISTS, LABELS),
+    "tuples of tuples as data": dictionary(TUPLES, LABELS),
+    "lists of lists as a shape": dictionary(array(LISTS), LABELS),
+    "tuples of tuples as a shape": dictionary(array(TUPLES), LABELS),
+    "lists of lists as bytes": dictionary(array(b"K\x01K\x01\x86", LISTS), LABELS),
+    "tuples of tuples as bytes": dictionary(array(b"K\x01K\x01\x86", TUPLES), LABELS),
     "tuples of tuples as a key": b"\x80\x04}" + nest(40, b"tuple") + b"Ns.",
     "tuples of tuples as the keys of a dictionary": b"\x80\x02(" + nest(40, b"tuple") + b"Nd.",
-    "tuples of tuples as a name": b"\x80\x04" + nest(30, b"tuple") + b"2\x93.",
+    "tuples of tuples as a name": b"\x80\x04" + TUPLES + b"2\x93.",
     "tuples of tuples as the arguments of a type": dictionary(
-        ARRAY + b"(K\x01K\x01\x85cnumpy\ndtype\n" + nest(30, b"tuple") + b"R\x89C\x00tb", LABELS
+        ARRAY + b"(K\x01K\x01\x85cnumpy\ndtype\n" + TUPLES + b"R\x89C\x00tb", LABELS
     ),
     "the last place of the memo": b"\x80\x02]r\xff\xff\xff\xff.",
     "a place of the memo for 16 gigabytes": b"\x80\x02]r\x00\x00\x00\x7f.",
@@ -77,9 +60,7 @@ PROGRAMS: dict[str, bytes] = {
     "a frame without end": b"\x80\x04\x95" + struct.pack("<Q", 2**60) + b"].",
     "a number without end": b"\x80\x02\x8b\xff\xff\xff\x7f",
     "a number of many digits": b"I" + b"9" * 100_000 + b"\n.",
-    "long numbers as labels": dictionary(
-        DATA, b"](" + b"\x8a\xff" + b"\x7f" * 255 + b"\x8a\xff" + b"\x7f" * 255 + b"e"
-    ),
+    "long numbers as labels": dictionary(DATA, b"](" + LARGE + LARGE + b"e"),
     "tuples within tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
     "lists within lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
     "marks within marks": b"\x80\x02" + b"(" * 900_000 + b".",
@@ -91,12 +72,8 @@ PROGRAMS: dict[str, bytes] = {
         array(b"\x8a\x06\x00\x00\x00\x00\x00\x01M\x00\x0c\x86"), LABELS
     ),
     "an array of negative size": dictionary(array(b"J\xff\xff\xff\xffM\x00\x0c\x86"), LABELS),
-    "an array of many dimensions": dictionary(
-        array(b"(" + b"\x8a\xff" + b"\x7f" * 255 + b"2" * 500 + b"t"), LABELS
-    ),
-    "an empty array of endless rows": dictionary(
-        array(b"K\x00\x8a\xff" + b"\x7f" * 255 + b"\x86"), b"]"
-    ),
+    "an array of many dimensions": dictionary(array(b"(" + LARGE + b"2" * 500 + b"t"), LABELS),
+    "an empty array of endless rows": dictionary(array(b"K\x00" + LARGE + b"\x86"), b"]"),
     "text that is no latin1": dictionary(
         array(b"K\x01K\x01\x86", b"c_codecs\nencode\n\x8c\x03\xe2\x82\xac\x8c\x06latin1\x86R"),
         LABELS,

@@ -36,9 +36,8 @@ def test_the_mean_of_every_channel_may_be_subtracted_instead(folder: str) -> Non
 
 def test_the_mean_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar, "PIXELS", 4)
-    bright = np.full(
-        (66_000, 12), 255, np.uint8
-    )  # sums beyond 2²⁴, where single precision leaves out whole numbers
+    # Sums beyond 2²⁴, where single precision leaves out whole numbers.
+    bright = np.full((66_000, 12), 255, np.uint8)
     bright[0] = 254
     for kind in ("image", "channel"):
         assert set(cifar.mean(bright, kind).tolist()) == {float(np.float32(1 - 1 / (255 * 66_000)))}
@@ -75,9 +74,8 @@ def test_a_task_has_the_examples_of_its_classes_and_a_head_of_its_own(folder: st
             assert (len(task.train), len(task.test)) == (10, 5)
             assert task.train.max() < stream.pool.training <= task.test.min()
             for index in (task.train, task.test):
-                assert set(task.slot_of_class[stream.pool.classes[index]].tolist()) == set(
-                    range(5 * k, 5 * k + 5)
-                )
+                slots = task.slot_of_class[stream.pool.classes[index]]
+                assert set(slots.tolist()) == set(range(5 * k, 5 * k + 5))
             assert task.permutation is None
 
 
@@ -91,10 +89,8 @@ def test_fewer_examples_a_task_may_be_used_and_more_are_refused(folder: str) -> 
 def test_the_size_of_a_network_for_split_cifar_is_known_without_its_data(folder: str) -> None:
     entry = STREAMS["split-cifar"]
     stream = entry.make(entry.options(), folder)
-    assert (entry.inputs, entry.outputs) == (
-        stream.pool.x.shape[1],
-        Slots(stream.heads("ev")).count,
-    )
+    assert entry.inputs == stream.pool.x.shape[1]
+    assert entry.outputs == Slots(stream.heads("ev")).count
     assert entry.own_classes
 
 
@@ -114,9 +110,8 @@ def test_the_channels_of_cifar_have_the_means_that_everybody_knows(real: cifar.S
 
 
 def test_a_task_of_cifar_has_2500_training_and_500_test_examples(real: cifar.SplitCifar) -> None:
-    assert {
-        (len(task.train), len(task.test)) for part in PARTS for task in real.tasks(part, 0)
-    } == {(2500, 500)}
+    tasks = [task for part in PARTS for task in real.tasks(part, 0)]
+    assert {(len(task.train), len(task.test)) for task in tasks} == {(2500, 500)}
 
 
 def test_the_authors_class_orders_are_numpys_for_their_seeds(folder: str) -> None:

@@ -64,11 +64,10 @@ def _digits(folder: Path) -> None:
 
 
 def _python(part: str, protocol: int | None) -> bytes:
-    if protocol is None:
-        return pickled_by_python_2(PLANES[part], LABELS[part]).replace(
-            b"J" + struct.pack("<i", 3072), b"J" + struct.pack("<i", NUMBERS)
-        )
-    return pickled(PLANES[part], LABELS[part], protocol)
+    if protocol is not None:
+        return pickled(PLANES[part], LABELS[part], protocol)
+    large, small = (b"J" + struct.pack("<i", numbers) for numbers in (3072, NUMBERS))
+    return pickled_by_python_2(PLANES[part], LABELS[part]).replace(large, small)
 
 
 def _tar(form: str, files: dict[str, bytes]) -> bytes:
@@ -107,39 +106,34 @@ def _readers() -> dict[str, Reader]:
         for part in EACH
         for i, label in enumerate(LABELS[part])
     }
-    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28) + PLANES["train"].tobytes().ljust(
-        2 * 28 * 28, b"x"
-    )
+    idx = struct.pack(">HBB3I", 0, 8, 3, 2, 28, 28)
+    idx += PLANES["train"].tobytes().ljust(2 * 28 * 28, b"x")
     table = digits._file().read_bytes()
-    tars = {"binary": _tar("binary", binary), "python": _tar("python", python[None])}
     made = {
-        "idx": Reader({"train-images-idx3-ubyte": idx}, "train-images-idx3-ubyte", _idx),
-        "gzipped idx": Reader(
-            {"train-images-idx3-ubyte.gz": gzip.compress(idx)}, "train-images-idx3-ubyte.gz", _idx
-        ),
-        "idx, gzipped then": Reader(
-            {"train-images-idx3-ubyte.gz": idx}, "train-images-idx3-ubyte.gz", _idx, gzip.compress
-        ),
-        "digits": Reader({"digits.csv.gz": table}, "digits.csv.gz", _digits),
-        "digits, gzipped then": Reader(
-            {"digits.csv.gz": gzip.decompress(table)},
-            "digits.csv.gz",
-            _digits,
-            lambda c: gzip.compress(c, 1),
+        "idx": _of_file("train-images-idx3-ubyte", idx, _idx),
+        "gzipped idx": _of_file("train-images-idx3-ubyte.gz", gzip.compress(idx), _idx),
+        "idx, gzipped then": _of_file("train-images-idx3-ubyte.gz", idx, _idx, gzip.compress),
+        "digits": _of_file("digits.csv.gz", table, _digits),
+        "digits, gzipped then": _of_file(
+            "digits.csv.gz", gzip.decompress(table), _digits, lambda c: gzip.compress(c, 1)
         ),
         "binary": Reader(binary, "train.bin", _cifar),
-        **{
-            f"pickle of protocol {protocol}": Reader(files, "train", _cifar)
-            for protocol, files in python.items()
-        },
         "image": Reader(images, "train/1/2.png", _cifar),
         "image, checksums then": Reader(images, "train/1/2.png", _cifar, _with_checksums),
     }
-    for form, tar in tars.items():
-        name = f"cifar-100-{form}.tar.gz"
-        made[f"archive of {form}"] = Reader({name: gzip.compress(tar)}, name, _cifar)
-        made[f"archive of {form}, gzipped then"] = Reader({name: tar}, name, _cifar, gzip.compress)
+    for protocol, files in python.items():
+        made[f"pickle of protocol {protocol}"] = Reader(files, "train", _cifar)
+    for form, files in (("binary", binary), ("python", python[None])):
+        name, tar = f"cifar-100-{form}.tar.gz", _tar(form, files)
+        made[f"archive of {form}"] = _of_file(name, gzip.compress(tar), _cifar)
+        made[f"archive of {form}, gzipped then"] = _of_file(name, tar, _cifar, gzip.compress)
     return made
+
+
+def _of_file(
+    name: str, content: bytes, read: Callable[[Path], Any], repack: Callable[[bytes], bytes] = bytes
+) -> Reader:
+    return Reader({name: content}, name, read, repack)
 
 
 READERS = _readers()
@@ -150,24 +144,19 @@ MANY = 5000  # damages that each of these gets, shared by the forms of its files
 def _shrink(folder: Path) -> None:
     """A small CIFAR-100, and no checksum in the way. In a process of its own."""
     right = SimpleNamespace(hexdigest=lambda: "right")
-    replaced: list[tuple[Any, dict[str, Any]]] = [
-        (
-            cifar,
-            {
-                "CLASSES": CLASSES,
-                "SIDE": SIDE,
-                "PIXELS": SIDE * SIDE,
-                "EACH": EACH,
-                "file_digest": lambda *_: right,
-            },
-        ),
-        (cifar, {"ARCHIVES": dict.fromkeys(cifar.ARCHIVES, "right")}),
-        (mnist, {"FILES": dict.fromkeys(mnist.FILES, ("right", "right")), "md5": lambda _: right}),
-        (digits, {"_file": lambda: folder / "digits.csv.gz"}),
+    replaced: list[tuple[Any, str, Any]] = [
+        (cifar, "CLASSES", CLASSES),
+        (cifar, "SIDE", SIDE),
+        (cifar, "PIXELS", SIDE * SIDE),
+        (cifar, "EACH", EACH),
+        (cifar, "file_digest", lambda *_: right),
+        (cifar, "ARCHIVES", dict.fromkeys(cifar.ARCHIVES, "right")),
+        (mnist, "FILES", dict.fromkeys(mnist.FILES, ("right", "right"))),
+        (mnist, "md5", lambda _: right),
+        (digits, "_file", lambda: folder / "digits.csv.gz"),
     ]
-    for module, values in replaced:
-        for name, value in values.items():
-            setattr(module, name, value)
+    for module, name, value in replaced:
+        setattr(module, name, value)
 
 
 def _harmed(reader: Reader, folder: Path, seed: int, count: int) -> Iterator[str]:
