@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from onepass.errors import InputError
 from onepass.metrics import Record
 from onepass.studies import recovery
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Provenance, Store, Unit
+from tests.fuzzing import limited
 
 RECIPE = load("quickstart", ["grids.van.learning_rate=[0.1, 0.03]"], "van,a-gem", 2)
 GRID = cross_validation(RECIPE, "van")
@@ -47,17 +50,32 @@ def fill(folder: Path, units: list[Unit] = GRID, value: float = 0.5) -> Path:
 
 
 def journal_back_to(state: bytes) -> bytes:
-    """The rollback journal of a process that was killed in the middle of a commit, which leads back to this state of the file."""
+    """The rollback journal that leads back to this state of the file.
+
+    A process that is killed in the middle of a commit leaves one.
+    """
     size, nonce = 4096, 7
     pages = [state[start : start + size] for start in range(0, len(state), size)]
     header = [len(pages), nonce, len(pages), 512, size]
-    content = (recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)).ljust(
-        512, b"\0"
-    )
+    content = recovery._MAGIC + b"".join(number.to_bytes(4, "big") for number in header)
+    content = content.ljust(512, b"\0")
     for number, page in enumerate(pages, start=1):
         checksum = nonce + sum(page[place] for place in range(size - 200, 0, -200))
         content += number.to_bytes(4, "big") + page + checksum.to_bytes(4, "big")
     return content
+
+
+def records_in(folder: Path) -> dict[str, Record]:
+    """The records of a study, each of which can be read."""
+    with Store.read(folder) as opened:
+        return {unit: opened.record(unit) for unit in opened.contents.records}
+
+
+def assert_refused(folder: Path, why: str) -> None:
+    """Neither a reader nor a writer gets the study."""
+    for opening in (Store.read(folder), study(folder)):
+        with pytest.raises(InputError, match=why), limited(), opening:
+            pass
 
 
 def results_in(folder: Path) -> set[str]:
