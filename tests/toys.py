@@ -13,12 +13,8 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
-from onepass.metrics import Record
 from onepass.streams import STREAMS
 from onepass.streams.base import Heads, Part, Pool, Stream, Task, separate_heads, shared_heads
-from onepass.studies.results import Result
-from onepass.studies.store import Unit
-from onepass.studies.work import Job
 
 FEATURES = 6
 
@@ -174,26 +170,6 @@ class Follow:
 
     def after_step(self, delta: Tensor) -> None:
         self.deltas.append(delta)
-
-
-class Silent:
-    """An observer of a study that prints nothing and remembers what went wrong."""
-
-    def __init__(self) -> None:
-        self.troubles: list[str] = []
-        self.stored_units: list[str] = []
-
-    def running(self, jobs: list[Job]) -> None: ...
-    def steps(self, done: int, share: float, left: float | None) -> None: ...
-    def held_up(self, what: str | None) -> None: ...
-    def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
-    def finished(self, result: Result) -> None: ...
-
-    def stored(self, unit: Unit, record: Record) -> None:
-        self.stored_units.append(unit.id)
-
-    def trouble(self, job: Job, what: str) -> None:
-        self.troubles.append(what)
 
 
 def mutated(content: bytes, random: Random) -> bytes:

@@ -20,11 +20,9 @@ RESIDUAL = Setup(network="resnet18-reduced", memory_per_task=6, batch_size=5, tf
 STREAM = {"icarl": "split-digits"}  # which needs classes of its own
 
 
-def runs(method: Method, seeds: int = 3) -> list[Run]:
-    return [
-        Run(seed, dict.fromkeys(method.hyperparameters, 0.5) | {"learning_rate": 0.1})
-        for seed in range(seeds)
-    ]
+def runs(method: Method, seeds: int = 3, rate: float = 0.1) -> list[Run]:
+    chosen = dict.fromkeys(method.hyperparameters, 0.5) | {"learning_rate": rate}
+    return [Run(seed, chosen) for seed in range(seeds)]
 
 
 def digits(name: str, examples: int = 200) -> Stream:

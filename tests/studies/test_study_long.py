@@ -10,7 +10,7 @@ from onepass.errors import InputError
 from onepass.metrics import Summary
 from onepass.report.table import summaries
 from onepass.studies import executors, fetch, recipe, study
-from tests.toys import Silent
+from tests.studies.small_study import Silent
 
 pytestmark = pytest.mark.long
 
@@ -55,7 +55,5 @@ def test_on_a_thousand_mnist_images_a_task_a_gem_beats_plain_sgd(tmp_path: Path)
     except InputError as reason:
         pytest.skip(str(reason))
     changes = ["train_examples=1000", "test_examples=1000"]
-    check(
-        results_of(tmp_path, "permuted-mnist", folder, changes, methods="van,ewc,a-gem,multi-task"),
-        margin=0.04,
-    )
+    methods = "van,ewc,a-gem,multi-task"
+    check(results_of(tmp_path, "permuted-mnist", folder, changes, methods), margin=0.04)

@@ -22,17 +22,8 @@ STUDY = (
 
 def start(folder: Path, arguments: str, before: str = "pass") -> subprocess.Popen[str]:
     code = f"import sys, torch; {before}; from onepass.cli import main; main(sys.argv[1:])"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        *STUDY.split(),
-        *arguments.split(),
-        "--out",
-        str(folder),
-        "--json",
-        str(folder) + ".json",
-    ]
+    command = [sys.executable, "-c", code, *STUDY.split(), *arguments.split()]
+    command += ["--out", str(folder), "--json", f"{folder}.json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -43,10 +34,8 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def accuracies(folder: Path) -> Any:
-    return {
-        method: found["A_T"]["values"]
-        for method, found in json.loads(Path(f"{folder}.json").read_text())["methods"].items()
-    }
+    methods = json.loads(Path(f"{folder}.json").read_text())["methods"]
+    return {method: found["A_T"]["values"] for method, found in methods.items()}
 
 
 def test_out_of_memory_leads_to_smaller_fleets(tmp_path: Path) -> None:
@@ -57,10 +46,8 @@ def test_out_of_memory_leads_to_smaller_fleets(tmp_path: Path) -> None:
     assert "not replayed" not in printed
     assert "plain autograd" not in printed
     finish(start(tmp_path / "roomy", "van --seeds 2 --set hidden=[2048,2048]"))
-    for one, other in zip(
-        accuracies(tmp_path / "tight")["van"], accuracies(tmp_path / "roomy")["van"], strict=True
-    ):
-        assert one == pytest.approx(other, abs=0.02)
+    tight, roomy = (accuracies(tmp_path / name)["van"] for name in ("tight", "roomy"))
+    assert tight == pytest.approx(roomy, abs=0.02)
 
 
 def test_two_processes_on_one_gpu_do_not_change_each_others_results(tmp_path: Path) -> None:
@@ -68,8 +55,5 @@ def test_two_processes_on_one_gpu_do_not_change_each_others_results(tmp_path: Pa
     both = [start(tmp_path / name, "a-gem,ewc --seeds 3") for name in ("one", "other")]
     for process in both:
         finish(process)
-    assert (
-        accuracies(tmp_path / "one")
-        == accuracies(tmp_path / "alone")
-        == accuracies(tmp_path / "other")
-    )
+    one, alone, other = (accuracies(tmp_path / name) for name in ("one", "alone", "other"))
+    assert one == alone == other
