@@ -24,27 +24,23 @@ from onepass.studies.work import open_stream
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results"
-
-
 DIFFERENT = {
     "permuted-mnist": {
-        ("van", "A_T"),
-        ("gem", "A_T"),
-        ("gem", "LCA_10_trapezoid"),
-        ("a-gem", "LCA_10_trapezoid"),
+        "van": {"A_T"},
+        "gem": {"A_T", "LCA_10_trapezoid"},
+        "a-gem": {"LCA_10_trapezoid"},
     },
     "split-cifar": {
-        *(("icarl", metric) for metric in ("A_T", "F_T", "worst_forgetting")),
-        ("ewc", "LCA_10_trapezoid"),
-        *(("pi", metric) for metric in ("A_T", "F_T", "worst_forgetting", "LCA_10_trapezoid")),
-        *(("mas", metric) for metric in ("F_T", "worst_forgetting")),
-        ("rwalk", "F_T"),
-        ("gem", "A_T"),
-        *(("s-gem", metric) for metric in ("A_T", "F_T")),
-        ("multi-task", "A_T"),
+        "icarl": {"A_T", "F_T", "worst_forgetting"},
+        "ewc": {"LCA_10_trapezoid"},
+        "pi": {"A_T", "F_T", "worst_forgetting", "LCA_10_trapezoid"},
+        "mas": {"F_T", "worst_forgetting"},
+        "rwalk": {"F_T"},
+        "gem": {"A_T"},
+        "s-gem": {"A_T", "F_T"},
+        "multi-task": {"A_T"},
     },
 }
-
 UNEXPLAINED: dict[str, set[str]] = {"permuted-mnist": set(), "split-cifar": {"gem", "s-gem"}}
 
 
@@ -52,9 +48,11 @@ UNEXPLAINED: dict[str, set[str]] = {"permuted-mnist": set(), "split-cifar": {"ge
 def test_the_verdict_on_the_record_is_the_one_in_the_docs(name: str) -> None:
     found = verdicts(RECORDS / name)
     assert not found.changes
-    assert {(v.method, v.metric) for v in found.verdicts if v.judgement == "differs"} == DIFFERENT[
-        name
-    ]
+    different: dict[str, set[str]] = {}
+    for verdict in found.verdicts:
+        if verdict.judgement == "differs":
+            different.setdefault(verdict.method, set()).add(verdict.metric)
+    assert different == DIFFERENT[name]
     assert {v.method for v in found.verdicts if not v.accepted} == UNEXPLAINED[name]
 
 
@@ -66,12 +64,8 @@ def test_the_table_in_the_docs_is_that_of_the_record(recipe_name: str, title: st
     with Store.read(RECORDS / recipe_name) as store:
         done = {name: result for name, result in results(recipe, store).items() if result.finished}
     found = {name: summaries(result) for name, result in done.items()}
-    section = (
-        (ROOT / "docs" / "reproduction.md")
-        .read_text()
-        .split(f"\n## {title}\n")[1]
-        .split("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in section.splitlines()
@@ -79,10 +73,9 @@ def test_the_table_in_the_docs_is_that_of_the_record(recipe_name: str, title: st
     ]
     assert [name for name, *_ in rows] == list(done)
     for name, *cells in rows:
-        values = [value for value in found[name]["A_T"].values if value is not None]
-        assert cells[2] == (
-            f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}" if values else "diverged"
-        )
+        values = [100 * value for value in found[name]["A_T"].values if value is not None]
+        ours = f"{np.mean(values):.1f} ± {np.std(values):.1f}" if values else "diverged"
+        assert cells[2] == ours
         for cell, metric, digits in ((cells[4], "F_T", 2), (cells[6], "LCA_10_trapezoid", 3)):
             some = [value for value in found[name][metric].values if value is not None]
             assert cell == (f"{np.mean(some):.{digits}f}" if some and values else "")
@@ -95,18 +88,12 @@ def test_this_machine_begins_as_the_record_does(method: str) -> None:
     recipe = load("permuted-mnist")
     stream = open_stream(recipe, locate("mnist", None))
     chosen = recipe.paper.selected[method]
+    units = evaluation(recipe, method, chosen)
     with Store.read(RECORDS / "permuted-mnist") as store:
-        curves = np.stack(
-            [store.record(unit.id).curve[0] for unit in evaluation(recipe, method, chosen)], 1
-        )
-    feed, fleet, learner = assemble(
-        stream,
-        "ev",
-        METHODS[method],
-        [Run(seed, chosen) for seed in range(5)],
-        recipe.setup(),
-        recipe.method_options(method),
-    )
+        curves = np.stack([store.record(unit.id).curve[0] for unit in units], 1)
+    rows, options = [Run(seed, chosen) for seed in range(5)], recipe.method_options(method)
+    setup = recipe.setup()
+    feed, fleet, learner = assemble(stream, "ev", METHODS[method], rows, setup, options)
     test = feed.test(0)
     learner.begin_task(0)
     found = [accuracy(fleet, learner, test)]
