@@ -1,4 +1,4 @@
-"""Short training runs on the digits, and comparisons of where they end."""
+"""Short training runs on the digits, comparisons of where they end, and unusual methods."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def digits(name: str, examples: int = 200) -> Stream:
 def same(one: list[Record], other: list[Record], tolerance: float = 0.0) -> None:
     for a, b in zip(one, other, strict=True):
         for name in ("accuracy", "initial", "curve"):
-            assert torch.allclose(
-                *(torch.as_tensor(getattr(r, name)) for r in (a, b)), atol=tolerance, equal_nan=True
-            )
+            mine, theirs = (torch.as_tensor(getattr(r, name)) for r in (a, b))
+            assert torch.allclose(mine, theirs, atol=tolerance, equal_nan=True)
         assert a.violations == b.violations
 
 
@@ -76,7 +75,7 @@ def same_bits(one: Ends, other: Ends) -> None:
 
 
 class Counting(Van):
-    """A method of somebody who has not read about captured steps."""
+    """A method whose author has not read about captured steps: Python counts its steps."""
 
     turn = 0
 
@@ -86,18 +85,24 @@ class Counting(Van):
 
 
 class Replacing(Van):
+    """Its state is another tensor after every step."""
+
     def direction(self, batch: Batch) -> Tensor:
         self.last = super().direction(batch).clone()
         return self.last
 
 
 class Asking(Van):
+    """It branches on a tensor."""
+
     def direction(self, batch: Batch) -> Tensor:
         g = super().direction(batch)
         return g if g.abs().max() > 1e-3 else 0 * g
 
 
 class Told(Van):
+    """It reads the number of the task in every step."""
+
     reads_task = True
 
     def direction(self, batch: Batch) -> Tensor:
@@ -105,6 +110,8 @@ class Told(Van):
 
 
 class Listing(Van):
+    """Python keeps a list of its steps."""
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.seen: list[int] = []

@@ -30,9 +30,8 @@ def test_the_first_tasks_alone_are_learnt_as_in_the_whole_stream(method: str) ->
 
 
 def test_a_row_has_the_mean_of_its_runs_and_the_path_to_it() -> None:
-    records = [
-        beginning(record, 6) for record in recorded(ROOT / "results" / "split-cifar", "a-gem")
-    ]
+    stored = recorded(ROOT / "results" / "split-cifar", "a-gem")
+    records = [beginning(record, 6) for record in stored]
     line, singles = row("as stored", records)
     after = [average_accuracy(record.accuracy) for record in records]
     assert line.startswith(f"| as stored | {sum(after) / 5:.4g} ± ")
@@ -49,24 +48,15 @@ def test_a_row_has_the_mean_of_its_runs_and_the_path_to_it() -> None:
         (["--beside", "nowhere"], "there is no study in nowhere"),
         (
             ["--beside", "results/permuted-mnist"],
-            "results/permuted-mnist is a study of permuted-mnist, not of split-cifar",
+            "is a study of permuted-mnist, not of split-cifar",
         ),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_learnt(
     wrong: list[str], sentence: str
 ) -> None:
-    command = [
-        sys.executable,
-        "benchmarks/sensitivity.py",
-        "a-gem",
-        "learning_rate=0.03",
-        "--recipe",
-        "split-cifar",
-        "--data",
-        "nowhere",
-        *wrong,
-    ]
+    program = [sys.executable, "benchmarks/sensitivity.py", "a-gem", "learning_rate=0.03"]
+    command = [*program, "--recipe", "split-cifar", "--data", "nowhere", *wrong]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert told.returncode == 2
     assert sentence in told.stderr

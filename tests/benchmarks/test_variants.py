@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from onepass.engine import step_graphs
 from onepass.engine.batch import Batch
@@ -40,9 +41,8 @@ def outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
 
 
 def parameters(fleet: Fleet, run: int) -> list[Tensor]:
-    return [
-        p[run].detach().double().requires_grad_() for p in fleet.architecture.views(fleet.theta)
-    ]
+    views = fleet.architecture.views(fleet.theta)
+    return [p[run].detach().double().requires_grad_() for p in views]
 
 
 def gradient(loss: Tensor, at: list[Tensor]) -> Tensor:
@@ -53,6 +53,10 @@ def own_task(logits: Tensor, slots: Tensor) -> Tensor:
     """The outputs of the two classes of each example's task."""
     first = slots // 2 * 2
     return torch.stack([logits.gather(1, (first + place)[:, None])[:, 0] for place in (0, 1)], 1)
+
+
+def own_loss(at: list[Tensor], x: Tensor, slots: Tensor) -> Tensor:
+    return cross_entropy(own_task(outputs(at, x), slots), slots % 2)
 
 
 def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_loss() -> None:
@@ -67,15 +71,10 @@ def test_in_the_union_all_past_classes_and_no_others_compete_in_the_reference_lo
             before = learner.violations.clone()
             found = learner.direction(batch).clone()
             for r, at in enumerate(points):
-                surprise = torch.nn.functional.cross_entropy(
-                    own_task(outputs(at, batch.x[r]), batch.slots[r]), batch.slots[r] % 2
-                )
-                g = gradient(surprise, at)
+                g = gradient(own_loss(at, batch.x[r], batch.slots[r]), at)
                 if reference is not None:
                     past = outputs(at, reference.x[r])[:, : 2 * task]
-                    g_ref = gradient(
-                        torch.nn.functional.cross_entropy(past, reference.slots[r]), at
-                    )
+                    g_ref = gradient(cross_entropy(past, reference.slots[r]), at)
                     g, violated = (t[0] for t in project(g[None], g_ref[None]))
                     assert violated == learner.violations[r] - before[r]
                     conflicts += int(violated)
@@ -89,9 +88,8 @@ def icarl_after(
     tasks: int, build: Callable[[], nn.Module] = small_net
 ) -> tuple[Fleet, Feed, GemICarl]:
     fleet, feed = fleet_and_feed(build)
-    learner = GemICarl(
-        fleet, {"distillation": torch.tensor([[0.5], [2.0]])}, Options(exemplars=32), None
-    )
+    columns = {"distillation": torch.tensor([[0.5], [2.0]])}
+    learner = GemICarl(fleet, columns, Options(exemplars=32), None)
     for task in range(tasks):
         for batch in feed.batches(task):
             fleet.learn(learner, batch)
@@ -102,9 +100,8 @@ def icarl_after(
 
 def test_icarl_of_gem_distils_one_exemplar_of_each_past_class_in_the_softmax_of_its_task() -> None:
     fleet, feed, learner = icarl_after(2)
-    was = [
-        [p.detach() for p in parameters(fleet, r)] for r in range(2)
-    ]  # at the end of the last task
+    # At the end of the last task.
+    was = [[p.detach() for p in parameters(fleet, r)] for r in range(2)]
     first, second = list(feed.batches(2))[:2]
     fleet.learn(learner, first)
     drawn = [learner.one_a_class(task) for task in range(2)]
@@ -112,9 +109,7 @@ def test_icarl_of_gem_distils_one_exemplar_of_each_past_class_in_the_softmax_of_
     found = learner.direction(second)
     for r, strength in enumerate((0.5, 2.0)):
         at = parameters(fleet, r)
-        loss = torch.nn.functional.cross_entropy(
-            own_task(outputs(at, second.x[r]), second.slots[r]), second.slots[r] % 2
-        )
+        loss = own_loss(at, second.x[r], second.slots[r])
         for past in drawn:
             now, then = (own_task(outputs(p, past.x[r]), past.slots[r]) for p in (at, was[r]))
             loss = loss - strength * (then.softmax(1) * now.log_softmax(1)).sum(1).mean()
@@ -128,40 +123,29 @@ def test_icarl_of_gem_keeps_what_is_said_in_training_of_a_class_alone() -> None:
     learner.end_task()  # once more, and nothing else
     for r in range(2):
         module = Normed().train()
-        module.load_state_dict(
-            {
-                name: p[r]
-                for name, p in zip(
-                    fleet.architecture.names, fleet.architecture.views(fleet.theta), strict=True
-                )
-            },
-            strict=False,
-        )
+        views = fleet.architecture.views(fleet.theta[r])
+        values = dict(zip(fleet.architecture.names, views, strict=True))
+        module.load_state_dict(values, strict=False)
         module.load_state_dict({name: buffer[r] for name, buffer in before.items()}, strict=False)
         for c in range(4):
             held = int(learner.held[r, c])
             said = module(learner.x[r, c, :held] / 255)[:, c // 2 * 2 :][:, :2]
             assert torch.allclose(learner.taught[r, c, :held], said.softmax(1), atol=1e-5)
-        assert torch.allclose(
-            fleet.buffers["norm.running_mean"][r], module.norm.running_mean, atol=1e-6
-        )  # type: ignore[arg-type]
-        assert not torch.allclose(
-            fleet.buffers["norm.running_mean"][r], before["norm.running_mean"][r], atol=1e-4
-        )
+        mean, was = (kept["norm.running_mean"][r] for kept in (fleet.buffers, before))
+        assert torch.allclose(mean, module.get_buffer("norm.running_mean"), atol=1e-6)
+        assert not torch.allclose(mean, was, atol=1e-4)
 
 
 def test_icarl_of_gem_answers_by_the_nearest_mean_of_outputs_and_herds_those_of_the_task() -> None:
     fleet, feed, learner = icarl_after(2)
     for r in range(2):
         at = [p.detach() for p in parameters(fleet, r)]
-        means = torch.stack(
-            [outputs(at, learner.x[r, c, : learner.held[r, c]]).mean(0) for c in range(4)]
-        )
+        exemplars = [learner.x[r, c, : learner.held[r, c]] for c in range(4)]
+        means = torch.stack([outputs(at, of_class).mean(0) for of_class in exemplars])
         test = feed.test(0)
         far = torch.cdist(outputs(at, test.x[r]), means)
-        assert torch.allclose(
-            learner.scores(Batch(test.x, test.slots))[r, :, :4].double(), -far, atol=1e-4
-        )
+        scores = learner.scores(Batch(test.x, test.slots))[r, :, :4]
+        assert torch.allclose(scores.double(), -far, atol=1e-4)
         shown = [(b.x[r], b.slots[r]) for b in feed.batches(1)]
         x, slots = (torch.cat(parts) for parts in zip(*shown, strict=True))
         pool = outputs(at, x[slots == 3])[:, 2:4]  # of its own task, which was learnt last

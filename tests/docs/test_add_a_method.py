@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import setting
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
 
@@ -24,20 +26,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "onepass/learners/l2.py").write_text(file)
     registry = folder / "onepass/learners/__init__.py"
     content = registry.read_text()
-    content = content.replace(
-        "from onepass.learners.mas import Mas\n",
-        imported + "from onepass.learners.mas import Mas\n",
-    )
-    registry.write_text(
-        content.replace('    "multi-task": Method(', entry + '    "multi-task": Method(')
-    )
+    for place, more in (
+        ("from onepass.learners.mas import Mas\n", imported),
+        ('    "multi-task": Method(', entry),
+    ):
+        content = content.replace(place, more + place)
+    registry.write_text(content)
     return folder
 
 
 def run(source: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(source)}
+    environment, command = {**os.environ, "PYTHONPATH": str(source)}, [sys.executable, "-m"]
     made = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [*command, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -49,30 +50,16 @@ def run(source: Path, *arguments: str) -> str:
 
 
 def test_the_example_passes_the_check_kit_and_resumes(source: Path) -> None:
-    said = run(
-        source,
-        "pytest",
-        "tests/learners/test_every_method.py",
-        "tests/studies/test_checkpoint.py",
-        "-k",
-        "l2",
-        "-p",
-        "no:cacheprovider",
-    )
-    assert int(re.search(r"(\d+) passed", said + " 0 passed").group(1)) >= 15, said  # type: ignore[union-attr]
+    kit = ["tests/learners/test_every_method.py", "tests/studies/test_checkpoint.py"]
+    said = run(source, "pytest", *kit, "-k", "l2", "-p", "no:cacheprovider")
+    passed = re.search(r"(\d+) passed", said + " 0 passed")
+    assert passed is not None
+    assert int(passed[1]) >= 15, said
 
 
 def test_the_example_is_listed_and_runs_by_the_command(source: Path) -> None:
     assert "l2" in run(source, "onepass", "list")
-    small = "--seeds 1 --workers 1 --set train_examples=60 --set test_examples=20 --set hidden=[16] --set l2.learning_rate=0.1 --set l2.strength=0.1"
-    assert "l2" in run(
-        source,
-        "onepass",
-        "run",
-        "quickstart",
-        "--methods",
-        "l2",
-        *small.split(),
-        "--set",
-        "keep_first=true",
-    )
+    command = ["run", "quickstart", "--methods", "l2", "--seeds", "1", "--workers", "1"]
+    sizes = ["train_examples=60", "test_examples=20", "hidden=[16]"]
+    chosen = ["l2.learning_rate=0.1", "l2.strength=0.1", "keep_first=true"]
+    assert "l2" in run(source, "onepass", *command, *setting(*sizes, *chosen))

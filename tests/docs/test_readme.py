@@ -82,7 +82,5 @@ def test_the_ten_lines_learn_from_a_stream(
     resumed = OnePass.load("learner.safetensors", build())
     x, y = stream[0][0]
     assert resumed.observe(x, y) == learner.observe(x, y)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(model.parameters(), resumed.module.parameters(), strict=True)
-    )
+    for mine, theirs in zip(model.parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

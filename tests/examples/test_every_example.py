@@ -1,3 +1,5 @@
+"""The examples run as their reader would start them, and show what they say."""
+
 from __future__ import annotations
 
 import re
@@ -13,18 +15,14 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Measure = Callable[..., dict[str, list[tuple[float, float]]]]
+ROW = r"^(van|a-gem) +(-?\d+\.\d) ± +0\.0 +-?\d+\.\d ± +0\.0$"
 KEEPS = r"a-gem keeps (-?\d+\.\d) points more of the old \w+ than van\n$"
 
 
 def printed(name: str, folder: Path, *options: str) -> str:
     """What an example prints, started as its reader would start it, but from another folder."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,13 +33,8 @@ def measure_of(name: str) -> Measure:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
-        "own_model",
-        "regression",
-        "resume",
-        "task_free",
-        "text",
-    }
+    found = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert found == {"own_model", "regression", "resume", "task_free", "text"}
 
 
 @pytest.mark.parametrize(
@@ -57,24 +50,24 @@ def test_an_example_prints_a_table_in_which_a_gem_keeps_more(
     name: str, options: list[str], tmp_path: Path
 ) -> None:
     output = printed(name, tmp_path, "--seeds", "1", *options)
-    rows = dict(
-        re.findall(
-            r"^(van|a-gem) +(-?\d+\.\d) ± +0\.0 +-?\d+\.\d ± +0\.0$", output, flags=re.MULTILINE
-        )
-    )
+    rows = dict(re.findall(ROW, output, flags=re.MULTILINE))
     found = re.search(KEEPS, output)
     assert found is not None
     assert float(found[1]) == pytest.approx(float(rows["a-gem"]) - float(rows["van"]), abs=0.11)
     assert float(found[1]) > 0
 
 
+TASK_FREE = ["er", "mega-1", "mega-2"]
+ALL = ["gem", "s-gem", *TASK_FREE]
+
+
 @pytest.mark.parametrize(
     ("name", "methods", "size"),
     [
-        ("own_model", ["gem", "s-gem", "er", "mega-1", "mega-2"], {"tasks": 2}),
-        ("text", ["gem", "s-gem", "er", "mega-1", "mega-2"], {"departments": 2, "messages": 100}),
-        ("regression", ["gem", "s-gem", "er", "mega-1", "mega-2"], {"regimes": 2, "rows": 100}),
-        ("task_free", ["er", "mega-1", "mega-2"], {"examples": 50}),
+        ("own_model", ALL, {"tasks": 2}),
+        ("text", ALL, {"departments": 2, "messages": 100}),
+        ("regression", ALL, {"regimes": 2, "rows": 100}),
+        ("task_free", TASK_FREE, {"examples": 50}),
     ],
 )
 def test_an_example_runs_with_every_method_it_offers(
@@ -86,18 +79,16 @@ def test_an_example_runs_with_every_method_it_offers(
 
 def test_an_example_gives_the_same_numbers_every_time() -> None:
     measure = measure_of("text")
-    assert measure(["van", "a-gem"], 1, departments=2, messages=200) == measure(
-        ["van", "a-gem"], 1, departments=2, messages=200
-    )
+    once, again = (measure(["van", "a-gem"], 1, departments=2, messages=200) for _ in range(2))
+    assert once == again
 
 
 def test_a_learner_that_is_killed_ends_with_the_parameters_of_one_that_is_not(
     tmp_path: Path,
 ) -> None:
     output = printed("resume", tmp_path, "--kills", "1")
-    assert re.search(
-        r"^killed after batch \d+; 240 batches learnt in the end$", output, flags=re.MULTILINE
-    )
+    said = r"^killed after batch \d+; 240 batches learnt in the end$"
+    assert re.search(said, output, flags=re.MULTILINE)
     assert output.endswith("bit-identical\n")
 
 

@@ -1,3 +1,5 @@
+"""The residual network of the paper: its parameters, its forward pass and its gradients."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -32,15 +34,11 @@ def stirred(net: nn.Module) -> nn.Module:
 
 def norm(v: Values, name: str, x: Tensor, training: bool) -> Tensor:
     """Batch-norm by its formula."""
-    mean, var = (
-        (x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False))
-        if training
-        else (v[f"{name}.running_mean"], v[f"{name}.running_var"])
-    )
-    mean, var, gain, bias = (
-        t[:, None, None] for t in (mean, var, v[f"{name}.weight"], v[f"{name}.bias"])
-    )
-    return (x - mean) / (var + 1e-5).sqrt() * gain + bias
+    mean, var = v[f"{name}.running_mean"], v[f"{name}.running_var"]
+    if training:
+        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
+    gain, bias = v[f"{name}.weight"] / (var + 1e-5).sqrt(), v[f"{name}.bias"]
+    return (x - mean[:, None, None]) * gain[:, None, None] + bias[:, None, None]
 
 
 def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Tensor:
@@ -49,25 +47,13 @@ def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Te
     for level, count in enumerate(blocks, start=1):
         for b in range(count):
             name, stride = f"layer{level}.{b}", 2 if level > 1 and b == 0 else 1
-            inner = norm(
-                v,
-                f"{name}.bn1",
-                functional.conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1),
-                training,
-            ).relu()
-            inner = norm(
-                v,
-                f"{name}.bn2",
-                functional.conv2d(inner, v[f"{name}.conv2.weight"], padding=1),
-                training,
-            )
+            inner = functional.conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
+            inner = norm(v, f"{name}.bn1", inner, training).relu()
+            inner = functional.conv2d(inner, v[f"{name}.conv2.weight"], padding=1)
+            inner = norm(v, f"{name}.bn2", inner, training)
             if f"{name}.downsample.0.weight" in v:
-                h = norm(
-                    v,
-                    f"{name}.downsample.1",
-                    functional.conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride),
-                    training,
-                )
+                h = functional.conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride)
+                h = norm(v, f"{name}.downsample.1", h, training)
             h = (inner + h).relu()
     return h.flatten(2).mean(2) @ v["fc.weight"].T + v["fc.bias"]
 
@@ -75,20 +61,18 @@ def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Te
 def test_the_network_of_the_paper_has_its_parameters_and_the_names_of_torchvision() -> None:
     names = dict(ResNet(20, 100).named_parameters())
     assert sum(p.numel() for p in names.values()) == 1_109_240
-    norms = ["weight", "bias"]
-    expected = ["conv1.weight", *(f"bn1.{n}" for n in norms)]
+
+    def convolution(at: str, norm: str) -> list[str]:
+        return [f"{at}.weight", f"{norm}.weight", f"{norm}.bias"]
+
+    expected = convolution("conv1", "bn1")
     for level in (1, 2, 3, 4):
         for b in (0, 1):
+            block = f"layer{level}.{b}"
             for i in (1, 2):
-                expected += [
-                    f"layer{level}.{b}.conv{i}.weight",
-                    *(f"layer{level}.{b}.bn{i}.{n}" for n in norms),
-                ]
+                expected += convolution(f"{block}.conv{i}", f"{block}.bn{i}")
             if level > 1 and b == 0:
-                expected += [
-                    f"layer{level}.0.downsample.0.weight",
-                    *(f"layer{level}.0.downsample.1.{n}" for n in norms),
-                ]
+                expected += convolution(f"{block}.downsample.0", f"{block}.downsample.1")
     assert list(names) == [*expected, "fc.weight", "fc.bias"]
     assert names["conv1.weight"].shape == (20, 3, 3, 3)
     assert names["layer3.0.downsample.0.weight"].shape == (80, 40, 1, 1)
@@ -131,9 +115,8 @@ def test_stages_are_stem_layers_and_head_and_make_up_the_network() -> None:
     net, x = stirred(small()).eval(), torch.randn(5, 2, 8, 8)
     made = stages(net)
     assert len(made) == 4
-    assert {id(p) for stage in made for p in stage.body.parameters()} == {
-        id(p) for p in net.parameters()
-    }
+    in_stages = {id(p) for stage in made for p in stage.body.parameters()}
+    assert in_stages == {id(p) for p in net.parameters()}
     h = x
     for stage in made:
         h = stage.then(stage.body(h))
@@ -156,17 +139,15 @@ def test_lateral_connections_fit_what_they_are_added_to() -> None:
 def test_gradients_and_statistics_of_a_fleet_are_those_of_plain_autograd(
     mode: Mode, sizes: tuple[int, ...] | None
 ) -> None:
-    fleet = Fleet(
-        lambda: stirred(small()), [3, 4], Slots(separate_heads(3, 2)), [0.1, 0.1], gradients=mode
-    )
+    slots = Slots(separate_heads(3, 2))
+    fleet = Fleet(lambda: stirred(small()), [3, 4], slots, [0.1, 0.1], gradients=mode)
+    names, views = fleet.architecture.names, fleet.architecture.views
     batch = Batch(torch.randn(2, 6, 2, 8, 8), torch.randint(0, 6, (2, 6)), sizes)
     before = {name: b.clone() for name, b in fleet.buffers.items()}
     g, loss = fleet.grad(batch)
     for r, size in enumerate(batch.lengths()):
         net = small()
-        values = dict(
-            zip(fleet.architecture.names, fleet.architecture.views(fleet.theta[r]), strict=True)
-        )
+        values = dict(zip(names, views(fleet.theta[r]), strict=True))
         net.load_state_dict(values | {name: b[r] for name, b in before.items()})
         logits = net(batch.x[r, :size])
         own = batch.slots[r, :size] // 2 * 2
@@ -176,9 +157,7 @@ def test_gradients_and_statistics_of_a_fleet_are_those_of_plain_autograd(
         assert torch.allclose(loss[r], expected, atol=1e-5)
         assert net.fc.weight.grad is not None
         assert net.fc.weight.grad.norm() > 0.01
-        for name, view in zip(
-            fleet.architecture.names, fleet.architecture.views(g[r]), strict=True
-        ):
+        for name, view in zip(names, views(g[r]), strict=True):
             assert torch.allclose(view, net.get_parameter(name).grad, atol=1e-5), name  # type: ignore[arg-type]
         for name, b in net.named_buffers():
             assert torch.allclose(fleet.buffers[name][r], b, atol=1e-5), name
