@@ -171,9 +171,9 @@ def in_a_process(work: Callable[[], Iterable[str]], more: int = MEMORY) -> list[
 
 
 class Watch:
-    """Notices what this process writes outside a folder, from now on until it ends."""
+    """Notices what this process writes outside a folder, or anywhere, from now on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.written: list[str] = []
         self._folder = folder
         sys.addaudithook(self._notice)
@@ -189,7 +189,8 @@ class Watch:
             path, _, how = os.fsdecode(name).removeprefix("file://").partition("?")
             if event == "sqlite3.connect" and (path == ":memory:" or "mode=ro" in how):
                 continue
-            if not Path(os.path.normpath(os.path.join(start, path))).is_relative_to(self._folder):
+            full = Path(os.path.normpath(os.path.join(start, path)))
+            if self._folder is None or not full.is_relative_to(self._folder):
                 self.written.append(f"{event} {path}")
 
 

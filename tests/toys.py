@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import torch
@@ -170,30 +169,3 @@ class Follow:
 
     def after_step(self, delta: Tensor) -> None:
         self.deltas.append(delta)
-
-
-def mutated(content: bytes, random: Random) -> bytes:
-    """A file after something bad happened to it: bits flipped, cut off, overwritten, doubled, swapped, or emptied."""
-    data = bytearray(content)
-    at = random.randrange(len(data))
-    length = random.randrange(1, 64)
-    match random.randrange(7):
-        case 0:
-            data[at] ^= 1 << random.randrange(8)
-        case 1:
-            del data[at:]
-        case 2:
-            data[at : at + length] = random.randbytes(len(data[at : at + length]))
-        case 3:
-            data[at : at + length] = bytes(len(data[at : at + length]))
-        case 4:
-            data[at:at] = random.randbytes(length)
-        case 5:
-            del data[at : at + length]
-        case 6:
-            other = random.randrange(len(data))
-            data[at : at + 16], data[other : other + 16] = (
-                data[other : other + 16],
-                data[at : at + 16],
-            )
-    return bytes(data)

@@ -8,17 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from onepass import Memory, OnePass
-from tests.live.saved_learners import SUPPORTED, Own
+from tests.live.saved_learners import SUPPORTED, net
 from tests.toys import FEATURES
 
 GROWING = [name for name, learner in SUPPORTED.items() if not learner.needs_own_classes]
 SETTINGS: dict[str, dict[str, Any]] = {name: {} for name in GROWING} | {
     "ewc, online": {"fisher": "moving-average", "fisher_every": 2}
 }
-
-
-def net(outputs: int = 2) -> Own:
-    return Own(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, outputs))
 
 
 def batch(seed: int, classes: int = 2, size: int = 8) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import InputError, OnePass
+from tests.live.comparing import same
 from tests.toys import FEATURES
 
 CLASSES = 4
@@ -132,22 +133,6 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
             "rng_state": torch.get_rng_state(),
         }
     )
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        here = (
-            isinstance(other, Tensor)
-            and one.shape == other.shape
-            and one.dtype == other.dtype
-            and one.device == other.device
-        )
-        return here and (one.is_meta or torch.equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 def check_sentence(error: BaseException, words: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from onepass import Memory, OnePass
 from onepass.learners import METHODS
-from tests.toys import FEATURES
+from tests.toys import FEATURES, Normed
 
 SUPPORTED = {
     name: found.learner
@@ -25,17 +25,9 @@ SMALL = Memory(per_task=7)
 
 # What happens: (task, batch), or the end of a task.
 EVENTS: list[tuple[int, int] | str] = [
-    (0, 0),
-    (0, 1),
-    (0, 2),
-    "end",
-    (1, 0),
-    (1, 1),
-    (1, 2),
-    "end",
-    (2, 0),
-    (2, 1),
-    (2, 2),
+    *((0, 0), (0, 1), (0, 2), "end"),
+    *((1, 0), (1, 1), (1, 2), "end"),
+    *((2, 0), (2, 1), (2, 2)),
 ]
 MIDDLE, BETWEEN = 6, 4
 
@@ -47,7 +39,7 @@ def numbers(task: int, batch: int) -> torch.Generator:
 
 
 def classes(task: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Two classes a task."""
+    """Two classes per task."""
     generator = numbers(task, batch)
     y = torch.randint(2 * task, 2 * task + 2, (6,), generator=generator)
     return torch.randn(6, FEATURES, generator=generator) + y[:, None] / 2, y
@@ -61,10 +53,10 @@ def values(task: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 class Own(nn.Sequential):
-    """A class of somebody's own, which is called as it is."""
+    """A class of the user's own, which is called as it is."""
 
 
-def net(outputs: int = 6) -> nn.Module:
+def net(outputs: int = 6) -> Own:
     return Own(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, outputs))
 
 
@@ -87,31 +79,24 @@ class Case:
     def start(self) -> OnePass:
         torch.manual_seed(1)
         module = self.build()
-        own = {
-            "strength": 0.5,
-            "reference_batch": 4,
-            "exemplars": 12,
-            "fisher_every": 2,
-            "margin": 0.1,
-        }
-        known = {
-            *SUPPORTED[self.method].hyperparameters,
-            *SUPPORTED[self.method].options.__dataclass_fields__,
-        }
-        rate = {"learning_rate": 0.2} if self.optimizer is None else {}
-        chosen = (
-            {"memory": None if self.method == "icarl" else SMALL, "seed": 3, "tasks": self.tasks}
-            | {name: value for name, value in own.items() if name in known}
-            | dict(self.settings)
-        )
-        return OnePass(module, self.method, **rate, **self.given(module), **chosen)
+        own = {"strength": 0.5, "reference_batch": 4, "exemplars": 12, "fisher_every": 2}
+        own |= {"margin": 0.1}
+        learner = SUPPORTED[self.method]
+        known = {*learner.hyperparameters, *learner.options.__dataclass_fields__}
+        chosen: dict[str, Any] = {"seed": 3, "tasks": self.tasks}
+        chosen |= {"memory": None if self.method == "icarl" else SMALL}
+        chosen |= {name: value for name, value in own.items() if name in known}
+        if self.optimizer is None:
+            chosen |= {"learning_rate": 0.2}
+        chosen |= self.settings
+        return OnePass(module, self.method, **self.given(module), **chosen)
 
     def given(self, module: nn.Module) -> dict[str, Any]:
         """What a file cannot hold."""
-        optimizer = (
-            {} if self.optimizer is None else {"optimizer": self.optimizer(module.parameters())}
-        )
-        return optimizer if self.loss is None else optimizer | {"loss": self.loss}
+        given: dict[str, Any] = {} if self.loss is None else {"loss": self.loss}
+        if self.optimizer is not None:
+            given["optimizer"] = self.optimizer(module.parameters())
+        return given
 
     def load(self, path: Path) -> OnePass:
         torch.manual_seed(2)  # a module with other values
@@ -128,16 +113,11 @@ class Case:
             if not isinstance(event, str):
                 losses.append(learner.observe(*self.data(*event)))
             elif not learner.task_free:
-                learner.end_task(
-                    again=[
-                        self.data(*before)
-                        for before in EVENTS[place - 3 : place]
-                        if not isinstance(before, str)
-                    ]
-                )
+                seen = [one for one in EVENTS[place - 3 : place] if not isinstance(one, str)]
+                learner.end_task(again=[self.data(*one) for one in seen])
         return losses
 
-    def answers(self, learner: OnePass) -> Tensor:
+    def outputs(self, learner: OnePass) -> Tensor:
         """Outputs for examples of the tasks that have ended."""
         return torch.cat([learner.scores(self.data(task, 9)[0]) for task in (0, 1)]).nan_to_num()
 
@@ -156,3 +136,16 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "RMSprop": torch_optimizer(optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
     "Adagrad": torch_optimizer(optim.Adagrad, lr=0.05, lr_decay=0.1),
 }
+
+
+def appearing(task: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Classes that appear in the middle of tasks."""
+    generator = numbers(task, batch)
+    y = torch.randint(0, 2 + 2 * task + batch, (6,), generator=generator)
+    return torch.randn(6, FEATURES, generator=generator) + y[:, None] / 2, y
+
+
+def normed() -> nn.Module:
+    module = Normed()
+    module.fc = nn.Linear(3 * FEATURES, 6)
+    return module

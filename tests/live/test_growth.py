@@ -11,7 +11,8 @@ from torch.nn.utils import parametrizations
 from onepass import InputError, Memory, OnePass
 from onepass.live.saving import packed
 from onepass.random_numbers import Purpose, RandomNumbers
-from tests.live.growing import SETTINGS, batch, learn, learner_of, net
+from tests.live.growing import SETTINGS, batch, learn, learner_of
+from tests.live.saved_learners import net
 from tests.toys import FEATURES, Tied
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, optim
 from torch.nn import functional
 
 from onepass import Memory, OnePass
-from tests.live.growing import SETTINGS, batch, learn, learner_of, net
+from tests.live.growing import SETTINGS, batch, learn, learner_of
+from tests.live.saved_learners import net
 
 every_method = pytest.mark.parametrize("name", SETTINGS)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass import InputError, OnePass
+from tests.live.comparing import same
 from tests.live.modules import LIVE
-from tests.live.refused_calls import CLASSES, batch, refused, same
+from tests.live.refused_calls import CLASSES, batch, refused
 from tests.toys import FEATURES
 
 

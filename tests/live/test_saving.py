@@ -27,14 +27,16 @@ from tests.live.saved_learners import (
     TASKS,
     Case,
     Data,
+    appearing,
     classes,
     net,
+    normed,
     numbers,
     square,
     torch_optimizer,
     values,
 )
-from tests.toys import FEATURES, Dropped, Normed, Tied, small_net
+from tests.toys import FEATURES, Dropped, Tied, small_net
 
 
 def several(task: int, batch: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -53,19 +55,6 @@ def by_name(task: int, batch: int) -> tuple[dict[str, Tensor], Tensor]:
     return dict(
         zip(("word", "x", "third", "fourth"), (inputs[1], inputs[0], *inputs[2:]), strict=True)
     ), y
-
-
-def appearing(task: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Classes that appear in the middle of tasks."""
-    generator = numbers(task, batch)
-    y = torch.randint(0, 2 + 2 * task + batch, (6,), generator=generator)
-    return torch.randn(6, FEATURES, generator=generator) + y[:, None] / 2, y
-
-
-def normed() -> nn.Module:
-    module = Normed()
-    module.fc = nn.Linear(3 * FEATURES, 6)
-    return module
 
 
 def dropped() -> nn.Module:
@@ -125,7 +114,7 @@ def assert_goes_on(
     for learner, stop, seen in loaded:
         assert case.run(learner, stop) == losses[seen:]
         assert packed(learner) == expected
-    assert torch.equal(case.answers(loaded[-1][0]), case.answers(whole))
+    assert torch.equal(case.outputs(loaded[-1][0]), case.outputs(whole))
     return loaded[-1][0]
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from onepass import InputError, OnePass
 from onepass.live.settings import read_tasks
-from tests.live.altered_files import Change, changed, refusal, setting
-from tests.live.attacks import CASES, content_of, same, shape_of, taken_apart
+from tests.live.altered_files import Change, changed, refusal, setting, shape_of, taken_apart
+from tests.live.comparing import same
+from tests.live.saved_cases import CASES, content_of
 from tests.live.saved_learners import MIDDLE
 
 # ---- headers

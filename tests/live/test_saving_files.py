@@ -23,8 +23,9 @@ from torch import nn, optim
 from onepass import InputError, Memory, OnePass
 from onepass.live.container import FORMAT
 from onepass.live.saving import packed
+from tests.fuzzing import damaged
 from tests.live.saved_learners import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
-from tests.toys import FEATURES, Normed, mutated
+from tests.toys import FEATURES, Normed
 
 # ---- the file
 
@@ -180,9 +181,9 @@ def refusal(path: Path, module: nn.Module | None = None, **given: Any) -> str:
 @pytest.mark.parametrize("seed", range(200))
 def test_a_damaged_file_is_refused_and_never_loads_wrongly(seed: int, saved: Path) -> None:
     content = saved.read_bytes()
-    damaged = mutated(content, random.Random(seed))
-    saved.write_bytes(damaged)
-    if damaged != content:
+    harmed = damaged(content, random.Random(seed))
+    saved.write_bytes(harmed)
+    if harmed != content:
         refusal(saved)
 
 
@@ -191,9 +192,9 @@ def test_a_header_with_one_wrong_digit_is_refused(saved: Path) -> None:
     (length,) = struct.unpack("<Q", content[:8])
     digits = [place for place in range(8, 8 + length) if chr(content[place]).isdigit()]
     for place in random.Random(1).sample(digits, 60):
-        damaged = bytearray(content)
-        damaged[place] = ord("1") if content[place] != ord("1") else ord("2")
-        saved.write_bytes(damaged)
+        harmed = bytearray(content)
+        harmed[place] = ord("1") if content[place] != ord("1") else ord("2")
+        saved.write_bytes(harmed)
         refusal(saved)
 
 

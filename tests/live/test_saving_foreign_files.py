@@ -26,10 +26,20 @@ from onepass.files import canonical, digest
 from onepass.live import saving, storage
 from onepass.live.saving import packed
 from tests.fuzzing import in_a_process, outcome
-from tests.live import attacks
-from tests.live.altered_files import changed, refusal, setting
-from tests.live.attacks import CASES, content_of, taken_apart
-from tests.live.saved_learners import MIDDLE, OPTIMIZERS, TASKS, Case, classes, net, square, values
+from tests.live import attacking
+from tests.live.altered_files import changed, refusal, setting, taken_apart
+from tests.live.saved_cases import CASES, content_of
+from tests.live.saved_learners import (
+    MIDDLE,
+    OPTIMIZERS,
+    TASKS,
+    Case,
+    appearing,
+    classes,
+    net,
+    square,
+    values,
+)
 
 SAVED = Path(__file__).parent / "saved"  # by an earlier version
 # ---- where to write, and how much
@@ -316,7 +326,7 @@ OLD = {
     "a-gem": Case(optimizer=OPTIMIZERS["Adam"], tasks=TASKS),
     "icarl": Case("icarl", tasks=TASKS),
     "ewc": Case("ewc", optimizer=OPTIMIZERS["momentum"]),
-    "grown": Case("er", {"grow": True}, partial(net, 2), attacks.appearing, OPTIMIZERS["Adam"]),
+    "grown": Case("er", {"grow": True}, partial(net, 2), appearing, OPTIMIZERS["Adam"]),
     "task-free": Case("er", {"task_free": True, "memory": Memory(examples=9, recent=1)}),
     "disk": Case(
         "mega-1", {"memory": Memory(per_task=7, bytes=5000, where="disk", folder="memory")}
@@ -431,7 +441,7 @@ def attacked(folder: Path, first: int, last: int) -> Counter[str]:
         command = [
             sys.executable,
             "-m",
-            "tests.live.attacks",
+            "tests.live.attacking",
             str(folder / f"from {first}"),
             str(first),
             str(last),
@@ -461,7 +471,7 @@ def test_an_attack_that_uses_up_the_memory_is_not_taken_for_one_that_is_refused(
 
     monkeypatch.setattr(saving, "_made", too_large)
     (tmp_path / "in").mkdir()
-    found = attacks.outcome("a-gem", content_of("a-gem", MIDDLE), tmp_path)
+    found = attacking.outcome("a-gem", content_of("a-gem", MIDDLE), tmp_path)
     assert "there is not enough memory to load" in found
     assert found != "refused"
 

@@ -14,16 +14,9 @@ from torch import nn
 
 from onepass import InputError, Memory, OnePass
 from tests.live.altered_files import changed, setting
-from tests.live.attacks import content_of
-from tests.live.refused_calls import (
-    CLASSES,
-    Rich,
-    batch,
-    check_sentence,
-    in_a_second_task,
-    refused,
-    same,
-)
+from tests.live.comparing import same
+from tests.live.refused_calls import CLASSES, Rich, batch, check_sentence, in_a_second_task, refused
+from tests.live.saved_cases import content_of
 from tests.live.saved_learners import MIDDLE, classes, net
 from tests.toys import FEATURES, small_net
 

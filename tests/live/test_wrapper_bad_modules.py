@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from onepass import InputError, OnePass
 from onepass.learners import METHODS
-from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused, same, snapshot
+from tests.live.comparing import same
+from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused, snapshot
 from tests.toys import FEATURES
 
 CORRECTING = [

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from onepass import OnePass
-from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused, same
+from tests.live.comparing import same
+from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused
 
 # ---- modules that were changed behind our back
 

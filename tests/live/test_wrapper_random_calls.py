@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from onepass import InputError, Memory, OnePass
 from onepass.live.memory import LiveMemory
+from tests.live.comparing import same
 from tests.live.random_calls import HEADS, KINDS, OUTPUTS, Kind, Net, check_memory, snapshot
 from tests.toys import FEATURES
 
@@ -65,16 +66,6 @@ ARGUMENTS: dict[
 operations = st.sampled_from(
     [name for name, (often, _) in ARGUMENTS.items() for _ in range(often)]
 ).flatmap(lambda name: st.tuples(st.just(name), *ARGUMENTS[name][1]))
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 class Driver:
