@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -223,3 +224,9 @@ MODULES: list[Callable[[], nn.Module]] = [
     partly_frozen,
     pure,
 ]
+
+
+def gradient(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    twin = copy.deepcopy(module).train()
+    found = torch.autograd.grad(cross_entropy(twin(x), y), list(twin.parameters()))
+    return torch.cat([g.reshape(-1) for g in found])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 
 from onepass import Memory, OnePass
 from onepass.learners import METHODS
+from onepass.live.saving import packed
 from tests.toys import FEATURES, Normed
 
 SUPPORTED = {
@@ -149,3 +150,11 @@ def normed() -> nn.Module:
     module = Normed()
     module.fc = nn.Linear(3 * FEATURES, 6)
     return module
+
+
+@cache
+def content_of_a_file() -> bytes:
+    case = Case(tasks=TASKS)
+    learner = case.start()
+    case.run(learner, 0, MIDDLE)
+    return packed(learner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from onepass import InputError, Memory, OnePass
 from onepass.engine.batch import Batch
 from onepass.live.memory import LiveMemory, Policy
 from onepass.live.saving import packed, settings
+from tests.live.drifting import learnt, net, stream
 from tests.live.memories import (
     CLASSES,
     Offered,
@@ -175,32 +173,6 @@ def test_a_restored_memory_goes_on_identically(
 # ---- learning
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4))
-
-
-def stream(task: int, batches: int = 40, noise: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-    """Four classes whose features are exchanged from task to task."""
-    generator = torch.Generator().manual_seed(task)
-    found = []
-    for _ in range(batches):
-        y = torch.randint(0, 4, (10,), generator=generator)
-        x = noise * torch.randn(10, 8, generator=generator)
-        x[torch.arange(10), (y + task) % 4] += 3
-        found.append((x, y))
-    return found
-
-
-def learnt(method: str = "er", tasks: int = 3, **more: Any) -> OnePass:
-    learner = OnePass(net(), method, learning_rate=0.1, **more)
-    for task in range(tasks):
-        for x, y in stream(task):
-            learner.observe(x, y)
-        learner.end_task()
-    return learner
-
-
 def test_without_it_nothing_is_learnt_differently_and_a_file_has_no_word_of_it() -> None:
     one, other = learnt(memory=Memory(per_task=9)), learnt(memory=Memory(per_task=9, held_out=0))
     assert packed(one) == packed(other)
@@ -269,104 +241,6 @@ def test_it_goes_on_bit_identically_from_a_file(task_free: bool, tmp_path: Path)
 
 
 # ---- what the number is
-
-
-def test_forgetting_is_none_where_the_end_of_the_task_was_not_measured() -> None:
-    learner = learnt()
-    # The last task has just ended, so nothing of it can be lost yet; of the others nothing is known.
-    assert learner.report()["forgetting_by_task"] == {0: None, 1: None, 2: 0.0}
-    assert learner.report()["forgetting"] == 0.0
-    late = learnt()
-    late.observe(*stream(3)[0])
-    assert late.report()["forgetting_by_task"] == {0: None, 1: None, 2: None}
-    assert late.report()["forgetting"] is None
-    assert late.report()["forgetting"] is None, (
-        "a first look in the middle of things is no best moment"
-    )
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"watch": lambda _: None}, {"memory": Memory(held_out=20)}],
-    ids=["watched", "held out"],
-)
-def test_forgetting_is_known_of_every_task_whose_end_was_measured(more: dict[str, Any]) -> None:
-    report = learnt("a-gem", **more).report()
-    by_task = report["forgetting_by_task"]
-    assert list(by_task) == [0, 1, 2]
-    assert report["forgetting"] == pytest.approx(sum(by_task.values()) / 3)
-
-
-def test_forgetting_is_the_fall_of_the_accuracy_on_what_is_held_out() -> None:
-    learner = learnt("a-gem", tasks=1, memory=Memory(per_task=20, held_out=20), reference_batch=1)
-    memory = learner.memory
-    assert memory is not None
-    batch = memory.take(torch.tensor(memory.groups()[0]))
-
-    def accuracy() -> float:
-        return (learner.predict(batch.x[0]) == batch.slots[0]).double().mean().item()
-
-    best = accuracy()
-    for x, y in stream(2):
-        learner.observe(x, (y + 1) % 4)
-    assert learner.report()["forgetting_by_task"] == {0: pytest.approx(best - accuracy())}
-    assert best - accuracy() > 0.3
-
-
-def test_forgetting_on_rehearsed_examples_is_too_optimistic_and_on_held_out_ones_it_is_not() -> (
-    None
-):
-    """Few examples, learnt by heart, and noise: what is rehearsed stays, what is not goes."""
-    found = {}
-    for name, apart in (("rehearsed", 0), ("held out", 60)):
-        learner = OnePass(
-            net(),
-            "er",
-            learning_rate=0.1,
-            memory=Memory(per_task=8, held_out=apart),
-            watch=lambda _: None,
-        )
-        tests = [
-            [torch.cat(part) for part in zip(*stream(task + 50 * 4, 60, noise=1.5), strict=True)]
-            for task in range(4)
-        ]
-        best = []
-        for task in range(4):
-            for x, y in stream(task, 120, noise=1.5):
-                learner.observe(x, y)
-            learner.end_task()
-            best.append((learner.predict(tests[task][0]) == tests[task][1]).double().mean().item())
-        lost = [
-            b - (learner.predict(x) == y).double().mean().item()
-            for b, (x, y) in zip(best, tests, strict=True)
-        ]
-        found[name] = learner.report()["forgetting"], sum(lost) / 4
-    (rehearsed, true), (apart, truth) = found["rehearsed"], found["held out"]
-    assert rehearsed < true - 0.1
-    assert apart == pytest.approx(truth, abs=0.1)
-
-
-def test_forgetting_of_a_loss_of_ones_own_and_of_classes_without_tasks_is_measured_on_what_is_held_out() -> (
-    None
-):
-    learner = OnePass(
-        nn.Linear(8, 2), "er", learning_rate=0.05, loss=mse_loss, memory=Memory(held_out=10)
-    )
-    for x, _ in stream(0):
-        learner.observe(x, x[:, :2])
-    learner.end_task()
-    assert learner.report()["forgetting_by_task"] == {0: 0.0}
-    free = OnePass(
-        net(), "er", learning_rate=0.05, task_free=True, memory=Memory(held_out=10, recent=0)
-    )
-    for x, y in stream(0):
-        free.observe(x, y)
-    assert free.memory is not None
-    assert {c: len(rows) for c, rows in free.memory.groups().items()} == dict.fromkeys(range(4), 10)
-    assert free.report()["forgetting"] is None
-    assert free.report()["forgetting_by_task"] == dict.fromkeys(range(4), 0.0)
-    kept = Counter(free.memory._keys(list(range(free.memory.size))))
-    assert free.report()["memory"] == dict(sorted(kept.items()))
 
 
 @pytest.mark.parametrize("method", ["van", "pi", "icarl"])

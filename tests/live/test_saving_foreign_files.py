@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
-import pickle
-import struct
-import subprocess
-import sys
-import time
-from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 
-from onepass import InputError, Memory, OnePass, OnePassClassifier
+from onepass import InputError, Memory, OnePass
 from onepass.engine.slots import Slots
-from onepass.files import canonical, digest
-from onepass.live import saving, storage
+from onepass.live import storage
 from onepass.live.saving import packed
-from tests.fuzzing import in_a_process, outcome
-from tests.live import attacking
 from tests.live.altered_files import changed, refusal, setting, taken_apart
 from tests.live.saved_cases import CASES, content_of
-from tests.live.saved_learners import (
-    MIDDLE,
-    OPTIMIZERS,
-    TASKS,
-    Case,
-    appearing,
-    classes,
-    net,
-    square,
-    values,
-)
+from tests.live.saved_learners import MIDDLE, Case, classes, net
 
-SAVED = Path(__file__).parent / "saved"  # by an earlier version
 # ---- where to write, and how much
 
 
@@ -173,127 +149,6 @@ def test_a_loaded_memory_grows_up_to_its_limit_and_no_further(tmp_path: Path) ->
 # ---- containers that cannot be
 
 
-def test_lengths_depths_and_repetitions_are_bounded(tmp_path: Path) -> None:
-    content, case = content_of("a-gem", MIDDLE), CASES["a-gem"]
-    (length,) = struct.unpack("<Q", content[:8])
-    text, rest = content[8 : 8 + length], content[8 + length :]
-    for number in (0, 1, 2**31, 2**62, 2**64 - 1, len(content)):
-        refusal(struct.pack("<Q", number) + content[8:], case, tmp_path)
-    for other in (
-        b"[" * 10**6,
-        b'{"a":' * 10**5,
-        b"[" + b"[]," * 1_500_000 + b"[]]",
-        b'{"__metadata__":{},' + text[1:],
-        text.replace(b'"format\\":1', b'"format\\":1,\\"format\\":1'),
-        text.replace(b'"format\\":1', b'"format\\": 1'),
-    ):
-        assert other != text
-        refusal(struct.pack("<Q", len(other)) + other + rest, case, tmp_path)
-    entries = json.loads(text)
-    for change in (
-        {"data_offsets": [0, 2**62]},
-        {"data_offsets": [0, 0]},
-        {"data_offsets": [8, 0]},
-        {"shape": [2**62, 2**62]},
-        {"shape": [0, 2**62, 2**62]},
-        {"shape": [1] * 500},
-        {"shape": [True]},
-        {"dtype": "F99"},
-        {"more": 1},
-    ):
-        other = json.dumps(
-            entries | {"module.0.weight": entries["module.0.weight"] | change}
-        ).encode()
-        refusal(struct.pack("<Q", len(other)) + other + rest, case, tmp_path)
-    for other in (rest[:-1], rest + b"\0", b"", rest * 2):
-        refusal(content[: 8 + length] + other, case, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("value", "comma"),
-    [
-        (r"\u007b\"a\":1}", r"\u002c"),
-        (r"\u005b]", r"\u002c"),
-        (r"1.5", r"\u002c"),
-        (r"{\"a\":1}", "," + " " * 6),
-        (r"[]", "," + " " * 14),
-    ],
-    ids=[
-        "dictionaries as numbers",
-        "lists as numbers",
-        "commas as numbers",
-        "dictionaries",
-        "lists",
-    ],
-)
-def test_the_values_of_a_header_are_counted_however_they_are_written(
-    value: str, comma: str, tmp_path: Path
-) -> None:
-    count = 60_000_000 // len(value + comma)
-    inner = rf"{{\"checksum\":\"\",\"format\":1,\"x\":[{(value + comma) * count}0]}}"
-    header = f'{{"__metadata__":{{"onepass":"{inner}"}}}}'.encode()
-    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header)
-    module = net()
-    del inner, header
-
-    def load() -> list[str]:
-        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
-
-    assert in_a_process(load, 600 * 2**20) == ["refused"]
-
-
-def test_only_plain_files_are_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/zero")
-    for path in (
-        tmp_path / "pipe",
-        tmp_path / "link",
-        Path("/dev/zero"),
-        Path("/dev/null"),
-        tmp_path,
-    ):
-        with pytest.raises(InputError, match="not a plain file"):
-            OnePass.load(path, net())
-    (tmp_path / "loop").symlink_to("loop")
-    for odd in (tmp_path / "loop", tmp_path / ("x" * 300), "a\0b", tmp_path / "nothing"):
-        with pytest.raises(InputError, match=r"cannot (read|be)"):
-            OnePass.load(odd, net())
-
-
-def test_a_large_file_of_another_kind_is_refused_unread(tmp_path: Path) -> None:
-    with open(tmp_path / "large", "wb") as file:
-        file.truncate(2**42)
-    began = time.monotonic()
-    with pytest.raises(InputError, match="not a file that save"):
-        OnePass.load(tmp_path / "large", net())
-    content = content_of("a-gem", MIDDLE)
-    with open(tmp_path / "large", "wb") as file:
-        file.write(content)
-        file.truncate(2**42)
-    with pytest.raises(InputError, match="damaged"):
-        OnePass.load(tmp_path / "large", net())
-    assert time.monotonic() - began < 60
-
-
-def test_a_header_of_many_tensors_is_refused_before_they_are_made(tmp_path: Path) -> None:
-    about, _ = taken_apart(content_of("a-gem", MIDDLE))
-    entries = [
-        f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'
-        for number in range(500_000)
-    ]
-    about |= {"format": 1, "tensors": "0" * 64}
-    own = json.dumps({"onepass": canonical(about | {"checksum": digest(canonical(about))})})
-    header = ("{" + ",".join([f'"__metadata__":{own}', *entries]) + "}").encode()
-    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header)
-    module = net()
-    del entries, header
-
-    def load() -> list[str]:
-        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
-
-    assert in_a_process(load, 2**29) == ["refused"]
-
-
 @pytest.mark.parametrize("when", ["a report", "the end of a task"])
 def test_examples_in_a_file_that_the_module_refuses_are_one_sentence(
     when: str, tmp_path: Path
@@ -322,105 +177,6 @@ def test_a_module_that_is_none_is_refused(tmp_path: Path) -> None:
 
 # ---- what is still loaded
 
-OLD = {
-    "a-gem": Case(optimizer=OPTIMIZERS["Adam"], tasks=TASKS),
-    "icarl": Case("icarl", tasks=TASKS),
-    "ewc": Case("ewc", optimizer=OPTIMIZERS["momentum"]),
-    "grown": Case("er", {"grow": True}, partial(net, 2), appearing, OPTIMIZERS["Adam"]),
-    "task-free": Case("er", {"task_free": True, "memory": Memory(examples=9, recent=1)}),
-    "disk": Case(
-        "mega-1", {"memory": Memory(per_task=7, bytes=5000, where="disk", folder="memory")}
-    ),
-    "own-loss": Case("rwalk", data=values, loss=square),
-}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_a_file_of_an_earlier_version_is_loaded_and_goes_on(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where a relative folder is
-    learner = OLD[name].load(SAVED / f"{name}.safetensors")
-    (was, tensors), (now, same) = (
-        taken_apart(content)
-        for content in ((SAVED / f"{name}.safetensors").read_bytes(), packed(learner))
-    )
-    assert tensors.keys() == same.keys()
-    assert all(torch.equal(tensor, same[key]) for key, tensor in tensors.items())
-    assert {key for key in was if was[key] != now[key]} <= {"settings"}
-    OLD[name].run(learner, MIDDLE)
-    assert learner.steps == 9
-
-
-def test_a_head_that_is_not_the_last_layer_is_loaded(tmp_path: Path) -> None:
-    case = Case(settings={"grow": "0"})
-    learner = case.start()
-    case.run(learner, 0, MIDDLE)
-    learner.save(tmp_path / "file")
-    assert case.run(case.load(tmp_path / "file"), MIDDLE) == case.run(learner, MIDDLE)
-
-
-def test_a_scheduler_and_other_settings_of_the_optimizer_go_on(tmp_path: Path) -> None:
-    module = net()
-    adam = optim.Adam(module.parameters(), lr=0.1)
-    scheduler = optim.lr_scheduler.ExponentialLR(adam, 0.5)
-    learner = OnePass(module, optimizer=adam)
-    learner.observe(*classes(0, 0))
-    scheduler.step()
-    learner.save(tmp_path / "file")
-    other = net()
-    again = optim.Adam(other.parameters(), lr=7, betas=(0.1, 0.2), foreach=False)
-    loaded = OnePass.load(tmp_path / "file", other, optimizer=again)
-    assert again.param_groups[0]["lr"] == 0.05
-    assert again.param_groups[0]["betas"] == (0.9, 0.999)
-    assert again.param_groups[0]["initial_lr"] == 0.1
-    assert again.param_groups[0]["foreach"] is False, "how it is computed is the caller's"
-    assert loaded.observe(*classes(0, 1)) == learner.observe(*classes(0, 1))
-
-
-def test_an_optimizer_of_ones_own_that_refuses_its_state_is_one_sentence(tmp_path: Path) -> None:
-    class Own(optim.SGD):
-        def load_state_dict(self, state_dict: Any) -> None:
-            raise KeyError("mine")
-
-    module = net()
-    learner = OnePass(module, optimizer=Own(module.parameters(), lr=0.1))
-    learner.save(tmp_path / "file")
-    other = net()
-    with pytest.raises(InputError, match="optimizer"):
-        OnePass.load(tmp_path / "file", other, optimizer=Own(other.parameters(), lr=0.1))
-
-
-def test_numbers_that_a_file_cannot_hold_do_not_stop_a_save(tmp_path: Path) -> None:
-    module = net()
-    sgd = optim.SGD(module.parameters(), lr=0.1)
-    learner = OnePass(module, optimizer=sgd)
-    learner.observe(*classes(0, 0))
-    learner._watch.best = {0: 0.5, 1: float("-inf")}
-    learner.save(tmp_path / "file")
-    before = (tmp_path / "file").read_bytes()
-    assert taken_apart(before)[0]["best"] == [[0, 0.5]]
-    sgd.param_groups[0]["lr"] = float("inf")
-    with pytest.raises(InputError, match="'lr' of SGD cannot be saved: it is inf"):
-        learner.save(tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == before
-
-
-def test_a_classifier_with_its_memory_on_disk_is_pickled_and_copied_as_before(
-    tmp_path: Path,
-) -> None:
-    x, y = np.random.default_rng(0).normal(size=(40, 6)), np.arange(40) % 3
-    learner = OnePassClassifier(
-        memory=Memory(bytes=10**5, where="disk", folder=tmp_path / "memory"), random_state=0
-    )
-    learner.partial_fit(x, y, task_ends=True)
-    for other in (pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)):
-        assert str(other.learner_.plan.folder) == str(tmp_path / "memory")
-        assert packed(other.learner_) == packed(learner.learner_)
-        other.partial_fit(x, y)
-    learner.partial_fit(x, y)
-    assert packed(other.learner_) == packed(learner.learner_)
-
 
 def test_one_head_of_many_classes_takes_no_table_of_its_square() -> None:
     competition = Slots((tuple(range(100_000)),)).on(torch.device("cpu"))
@@ -432,62 +188,6 @@ def test_one_head_of_many_classes_takes_no_table_of_its_square() -> None:
 
 
 # ---- many attacks
-
-
-def attacked(folder: Path, first: int, last: int) -> Counter[str]:
-    """What became of these attacks, each in a process with a memory limit and a clock."""
-    found: Counter[str] = Counter()
-    while first < last:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.live.attacking",
-            str(folder / f"from {first}"),
-            str(first),
-            str(last),
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for line in done.stdout.splitlines():
-            number, _, rest = line.partition(" ")
-            first = int(number) + 1
-            what = rest.rpartition("] ")[2] if rest else "died"
-            found["refuses batches" if what.startswith("refuses batches: ") else what] += 1
-        if done.returncode == 0:
-            break
-        assert done.stdout.endswith(" "), done.stderr
-    return found
-
-
-def test_an_attack_that_uses_up_the_memory_is_not_taken_for_one_that_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_large(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(saving, "_made", too_large)
-    (tmp_path / "in").mkdir()
-    found = attacking.outcome("a-gem", content_of("a-gem", MIDDLE), tmp_path)
-    assert "there is not enough memory to load" in found
-    assert found != "refused"
-
-
-def test_hundreds_of_attacks_end_in_a_sentence_or_a_learner_that_goes_on(tmp_path: Path) -> None:
-    found = attacked(tmp_path, 0, 300)
-    assert found.keys() <= {"refused", "goes on", "refuses batches"}, found
-    assert found.total() == 300
-    assert found["goes on"] > 10, "some changes are harmless"
-
-
-@pytest.mark.long
-def test_thousands_of_attacks_end_in_a_sentence_or_a_learner_that_goes_on(tmp_path: Path) -> None:
-    found = attacked(tmp_path, 10_000, 16_000)
-    assert found.keys() <= {"refused", "goes on", "refuses batches"}, found
-    assert found.total() == 6000
 
 
 def test_the_module_given_is_left_alone_when_a_tied_file_is_refused(tmp_path: Path) -> None:

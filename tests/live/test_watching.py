@@ -3,75 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
 
-from onepass import InputError, LearntError, LiveView, Memory, OnePass, TensorBoard
-from onepass.learners import METHODS
+from onepass import InputError, LearntError, Memory, OnePass
 from onepass.live.saving import packed
+from tests.live.modules import LIVE, gradient
+from tests.live.reports import CLASSES, KEYS, Report, remembered, right, stream
 from tests.toys import FEATURES, Dropped, Normed, small_net
-
-CLASSES = 4
-KEYS = [
-    "step",
-    "task",
-    "loss",
-    "accuracy",
-    "forgetting",
-    "forgetting_by_task",
-    "violations",
-    "cosine",
-    "memory",
-    "memory_bytes",
-    "milliseconds",
-]
-LIVE = [
-    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
-]
-Report = dict[str, Any]
-
-
-def stream(
-    batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0
-) -> list[tuple[Tensor, Tensor]]:
-    """Batches whose classes can be learnt: one feature is large for each."""
-    generator = torch.Generator().manual_seed(seed)
-    data = []
-    for _ in range(batches):
-        y = torch.randint(classes.start, classes.stop, (size,), generator=generator)
-        x = torch.randn(size, FEATURES, generator=generator) + 2 * nn.functional.one_hot(
-            y, FEATURES
-        )
-        data.append((x, y))
-    return data
-
-
-def gradient(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    twin = copy.deepcopy(module).train()
-    found = torch.autograd.grad(cross_entropy(twin(x), y), list(twin.parameters()))
-    return torch.cat([g.reshape(-1) for g in found])
-
-
-def remembered(learner: OnePass, group: int) -> tuple[Tensor, Tensor]:
-    assert learner.memory is not None
-    batch = learner.memory.take(torch.tensor(learner.memory.groups()[group]))
-    return batch.x[0], batch.slots[0]
-
-
-def right(module: nn.Module, x: Tensor, y: Tensor) -> float:
-    return (copy.deepcopy(module).eval()(x).argmax(1) == y).float().mean().item()
-
-
-# ---- reports
 
 
 def test_reports_come_every_so_many_batches_to_everybody() -> None:
@@ -228,75 +172,6 @@ def test_a_loaded_learner_reports_as_the_saved_one_would_have(tmp_path: Path) ->
         assert there[-1][key] == here[-1][key]
 
 
-def test_nothing_is_forgotten_right_after_a_task_and_damage_is_seen() -> None:
-    module = small_net(CLASSES)
-    learner = OnePass(module, learning_rate=0.3, watch=lambda _: None)
-    for task in range(2):
-        assert (learner.report()["forgetting"] is None) == (task == 0)
-        for x, y in stream(40, seed=task):
-            learner.observe(x, y)
-        learner.end_task()
-    assert learner.report()["forgetting"] == pytest.approx(0, abs=0.05)
-    best = [max(learner._watch.best[k], right(module, *remembered(learner, k))) for k in range(2)]
-    assert min(best) > 0.8
-    with torch.no_grad():
-        module[2].weight.neg_()  # type: ignore[index,operator]
-    now = [right(module, *remembered(learner, k)) for k in range(2)]
-    assert learner.report()["forgetting"] == pytest.approx(sum(best) / 2 - sum(now) / 2)
-    assert learner.report()["forgetting"] > 0.5
-    with torch.no_grad():
-        module[2].weight.neg_()  # type: ignore[index,operator]
-    assert learner.report()["forgetting"] == pytest.approx(0, abs=0.05)
-
-
-def test_a_first_task_that_has_just_ended_is_not_forgotten() -> None:
-    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=lambda _: None)
-    for x, y in stream():
-        learner.observe(x, y)
-    learner.end_task()
-    assert learner.report()["forgetting"] == 0
-
-
-def test_without_tasks_forgetting_is_by_class() -> None:
-    module = small_net(CLASSES)
-    learner = OnePass(
-        module, learning_rate=0.3, task_free=True, memory=Memory(examples=40, recent=3)
-    )
-    for x, y in stream(40):
-        learner.observe(x, y)
-    first = learner.report()
-    assert (first["forgetting"], first["forgetting_by_task"]) == (
-        None,
-        dict.fromkeys(range(CLASSES)),
-    )  # nothing to compare with
-    assert learner.report()["forgetting"] == 0
-    best = [right(module, *remembered(learner, c)) for c in range(CLASSES)]
-    with torch.no_grad():
-        module[2].bias[1] += 100  # type: ignore[index,operator]
-    assert learner.report()["forgetting"] == pytest.approx(
-        (sum(best) - best[1]) / CLASSES, abs=1e-6
-    )
-
-
-def test_forgetting_of_a_loss_of_ones_own_is_how_much_it_rose() -> None:
-    module = nn.Linear(FEATURES, 2)
-    learner = OnePass(module, learning_rate=0.1, loss=mse_loss, watch=lambda _: None)
-    for x, _ in stream(30):
-        learner.observe(x, x[:, :2])
-    learner.end_task()
-    assert learner.report()["forgetting"] == 0
-    assert learner.memory is not None
-    kept = learner.memory.take(torch.tensor(learner.memory.groups()[0]))
-    before = mse_loss(module(kept.x[0]), kept.extra["target"][0]).item()
-    with torch.no_grad():
-        module.bias.add_(1)
-    after = mse_loss(module(kept.x[0]), kept.extra["target"][0]).item()
-    report = learner.report()
-    assert report["forgetting"] == pytest.approx(after - before, rel=1e-4)
-    assert report["forgetting"] > 0.5
-    assert report["accuracy"] is None
-
-
 def test_the_memory_is_counted_by_task() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1, memory=Memory(per_task=12))
     for task, batches in enumerate((1, 3, 2)):
@@ -436,98 +311,3 @@ def test_watching_changes_nothing_in_what_is_learnt(
 
 
 # ---- TensorBoard and the live view
-
-
-def test_tensorboard_is_given_every_number(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reports: list[Report] = []
-    board = TensorBoard(tmp_path / "events")
-    learner = OnePass(
-        small_net(CLASSES), learning_rate=0.1, watch=[board, reports.append], watch_every=2
-    )
-    for task in range(2):
-        for x, y in stream(seed=task):
-            learner.observe(x, y)
-        learner.end_task()
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory", "forgetting_by_task"} | {
-        "memory/0",
-        "memory/1",
-        "forgetting_by_task/0",
-    }
-    for tag in ("task", "loss", "accuracy", "violations", "memory_bytes", "milliseconds"):
-        found = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert found == [(report["step"], pytest.approx(report[tag])) for report in reports]
-    for tag in ("cosine", "forgetting"):
-        known = [
-            (report["step"], pytest.approx(report[tag]))
-            for report in reports
-            if report[tag] is not None
-        ]
-        assert known
-        assert [(event.step, event.value) for event in events.Scalars(tag)] == known
-    assert [event.value for event in events.Scalars("memory/1")] == [
-        report["memory"][1] for report in reports if 1 in report["memory"]
-    ]
-
-
-def test_tensorboard_without_its_package_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InputError, match=r"tensorboard: install onepass\[track\]") as caught:
-        TensorBoard(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_tensorboard_writes_to_no_place_that_was_not_named() -> None:
-    with pytest.raises(
-        InputError, match="the folder of events is empty: give the path of a folder"
-    ):
-        TensorBoard("")
-
-
-def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=150, height=40)
-    reports: list[Report] = []
-    with LiveView(console, rows=3) as view:
-        learner = OnePass(
-            small_net(CLASSES), learning_rate=0.1, watch=[view, reports.append], watch_every=2
-        )
-        for task in range(2):
-            for x, y in stream(10, seed=task):
-                learner.observe(x, y)
-            learner.end_task()
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert "\x1b[?25l" in shown  # the cursor goes,
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # and comes back
-    last = shown[shown.rindex("┏") :]
-    for name in KEYS:
-        assert (name.replace("_", " ") in last) == (name != "forgetting_by_task")
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in last.splitlines()
-        if line.startswith("│")
-    ]
-    assert [row[0] for row in rows] == [str(report["step"]) for report in reports[-3:]]
-    assert [row[2] for row in rows] == [f"{report['loss']:.3g}" for report in reports[-3:]]
-
-
-def test_the_live_view_gives_the_screen_back_after_an_error() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-
-    def interrupted() -> None:
-        with LiveView(console) as view:
-            view({"step": 1, "loss": None, "accuracy": 0.25})
-            raise RuntimeError("of the stream")
-
-    with pytest.raises(RuntimeError, match="of the stream"):
-        interrupted()
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
-    assert "–" in shown
-    assert "0.25" in shown
