@@ -1,1 +1,1 @@
-"""The tests mirror the repository: those of `src/onepass/x/y.py` are `x/test_y.py` or `x/test_y_<aspect>.py`."""
+"""The tests of `src/onepass/x/y.py` are `tests/x/test_y.py` or `tests/x/test_y_<aspect>.py`."""

@@ -1,4 +1,7 @@
-"""CUDA graphs on a CPU: operations are recorded as they are captured, and replayed in any order that their waits allow."""
+"""CUDA graphs on a CPU.
+
+Operations are recorded as they are captured, and done again in any order that their waits allow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the regularising methods share: tasks with heads of their own, and gradients by plain autograd on a plain module."""
+"""Tasks with heads of their own, and gradients by plain autograd on a plain module."""
 
 from __future__ import annotations
 

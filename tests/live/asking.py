@@ -10,7 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def asking(ask: Callable[[], object], threads: int = 3) -> Iterator[list[int]]:
-    """Threads that ask again and again meanwhile; how many answers each of them had. Their errors are raised at the end."""
+    """Threads that ask again and again meanwhile, and how many calls each of them has made.
+
+    Their errors are raised at the end.
+    """
     stop, counts, errors = threading.Event(), [0] * threads, list[BaseException]()
 
     def work(number: int) -> None:

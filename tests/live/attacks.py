@@ -1,9 +1,4 @@
-"""Attacks on saved learners: files that are damaged, and files that were altered and have the right checksums all the same.
-
-As a program it tries a range of attacks in one process under a memory limit and a clock, and prints one line per attack:
-
-    python tests/attacks.py FOLDER FIRST LAST
-"""
+"""Attacks on saved learners: damaged files, and altered ones with the right checksums."""
 
 from __future__ import annotations
 

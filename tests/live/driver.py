@@ -44,13 +44,11 @@ class Driver:
         self.kind, self.file, self.tally = kind, folder / "saved", tally
         self.learner = kind.learner()
         self.steps = self.ended = 0
-        self.current: list[
-            tuple[Tensor, Tensor]
-        ] = []  # the batches of the task that is being learnt
-        self.seen: dict[
-            bytes, tuple[int, int]
-        ] = {}  # every example that was learnt: its task and label
-        self.rows = 0  # how many they were
+        # The batches of the task that is being learnt.
+        self.current = list[tuple[Tensor, Tensor]]()
+        # Task and label of every example that was learnt, and how many they were.
+        self.seen = dict[bytes, tuple[int, int]]()
+        self.rows = 0
         self.before: dict[str, Any] = {}  # the learner before the call
         self.must_do = False  # a call that there is no reason to refuse
 
@@ -69,10 +67,9 @@ class Driver:
             self.tally["refused"] += 1
             assert len(refusal.splitlines()) == 1
             assert not self.changed(), refusal
-            # Batch-norm needs two examples, and a memory of so many examples cannot have one of every task.
-            assert not self.must_do or "batch-norm needs two" in refusal or "no room" in refusal, (
-                refusal
-            )
+            # Batch-norm needs two examples, and a small memory cannot have one of every task.
+            expected = "batch-norm needs two" in refusal or "no room" in refusal
+            assert expected or not self.must_do, refusal
         self.check()
 
     def changed(self) -> list[str]:
@@ -93,23 +90,17 @@ class Driver:
         return x, torch.randint(low, low + 2, (size,), generator=generator)
 
     def do_observe(self, given: tuple[int, int, Any]) -> None:
-        self.must_do = (
-            given[0] > 1
-            and given[2] is None
-            and (self.learner.batches > 0 or self.learner.segment < len(HEADS))
-        )
+        size, _, task = given
+        in_a_task = self.learner.batches > 0 or self.learner.segment < len(HEADS)
+        self.must_do = size > 1 and task is None and in_a_task
         self.observe(*self.batch(*given), given[2])
 
     def do_new_class(self, given: tuple[int, int, Any]) -> None:
         x, y = self.batch(*given)
-        # It grows by one class at a time, so that there are not hundreds in the end.
-        self.observe(
-            x,
-            y
-            if self.kind.own_loss
-            else torch.full_like(y, min(self.learner.outputs or OUTPUTS, 9)),
-            given[2],
-        )
+        if not self.kind.own_loss:
+            # It grows by one class at a time, so that there are not hundreds in the end.
+            y = torch.full_like(y, min(self.learner.outputs or OUTPUTS, 9))
+        self.observe(x, y, given[2])
 
     def do_spoilt(self, given: tuple[int, int, Any], which: int) -> None:
         self.observe(*SPOILT[which](*self.batch(*given)), given[2])
@@ -156,7 +147,7 @@ class Driver:
 
     def observe(self, x: Any, y: Any, task: Any) -> None:
         loss = self.learner.observe(x, y, task)
-        # What was spoilt may be good for a stream of another kind (numbers as targets, say); only what was accepted counts.
+        # What was spoilt may be good for a stream of another kind, such as numbers as targets.
         assert np.isfinite(loss)
         self.tally["accepted"] += 1
         self.steps += 1
@@ -173,9 +164,8 @@ class Driver:
         if self.learner.learner.needs_review and how != "none":
             again = list(self.current)
             if how == "bad":
-                again.append(
-                    (torch.full((2, FEATURES), torch.nan), torch.zeros(2, dtype=torch.int64))
-                )
+                not_numbers = torch.full((2, FEATURES), torch.nan)
+                again.append((not_numbers, torch.zeros(2, dtype=torch.int64)))
             if how == "other labels":
                 again.append((torch.ones(2, FEATURES), torch.full((2,), 77)))
         self.learner.end_task(again)
@@ -196,10 +186,9 @@ class Driver:
     def do_report(self) -> None:
         report = self.learner.report()
         assert report["step"] == self.steps
-        kept = self.learner.learner.kept()[0].values()  # by a method that keeps examples itself
-        assert sum(report["memory"].values()) == (
-            self.learner.memory.size if self.learner.memory else sum(kept)
-        )
+        kept = sum(self.learner.learner.kept()[0].values())  # if the method keeps examples itself
+        memory = self.learner.memory
+        assert sum(report["memory"].values()) == (memory.size if memory else kept)
         assert not self.changed()
 
     def do_reload(self) -> None:
@@ -229,25 +218,19 @@ class Driver:
         places = [view.data_ptr() for view in fleet.architecture.views(fleet.theta[0])]
         assert sorted(p.data_ptr() for p in module.parameters()) == sorted(places)
         assert sum(p.numel() for p in module.parameters()) == fleet.theta.numel()
-        assert all(
-            p.requires_grad == (not name.startswith("still"))
-            for name, p in module.named_parameters()
-        )
+        for name, p in module.named_parameters():
+            assert p.requires_grad == (not name.startswith("still"))
         assert isinstance(module, Net)
         assert learner.outputs in (None, module.head.out_features)
         for value in learner.learner.state().values():
             assert bool(value.isfinite().all())
         if fleet.optimizer is not None:
             mine = {id(p) for p in module.parameters()}
-            assert all(
-                id(p) in mine for group in fleet.optimizer.param_groups for p in group["params"]
-            )
+            for group in fleet.optimizer.param_groups:
+                assert mine >= {id(p) for p in group["params"]}
             for parameter, state in fleet.optimizer.state.items():
-                assert all(
-                    v.shape in (parameter.shape, ())
-                    for v in state.values()
-                    if isinstance(v, Tensor)
-                )
+                shapes = {v.shape for v in state.values() if isinstance(v, Tensor)}
+                assert shapes <= {parameter.shape, torch.Size()}
         if learner.memory is not None:
             check_memory(learner.memory, self.steps)
             self.check_contents(learner.memory)
@@ -259,15 +242,14 @@ class Driver:
             assert self.rows == 0
             return
         kept = [row.numpy().tobytes() for row in memory.storage.columns["x"][: memory.size]]
-        assert (
-            len(set(kept)) == len(kept) or len(self.seen) < self.rows
-        )  # a batch that was shown twice may be kept twice
+        # A batch that was shown twice may be kept twice.
+        shown_twice = len(self.seen) < self.rows
+        assert shown_twice or len(set(kept)) == len(kept)
         for row, key in enumerate(kept):
             task, label = self.seen[key]
             slot = int(memory.storage.columns["slots"][row])
-            if len(self.seen) == self.rows:
+            if not shown_twice:
                 assert memory._group[row][0] == (0 if memory.task_free else task)
                 assert slot == label
-            assert memory._group[row][1] in (
-                (0,) if memory.policy == "reservoir" else (slot,)
-            ) or memory._group[row][1] in (-1, ~slot)
+            own = 0 if memory.policy == "reservoir" else slot
+            assert memory._group[row][1] in (own, -1, ~slot)

@@ -19,9 +19,8 @@ from onepass.engine.slots import Slots
 from onepass.live.memory import INDEX, SHIFT, LiveMemory, Policy
 
 CLASSES = 5
-EACH = (
-    INDEX + 8 + 3 * 2 + 8
-)  # bytes of an example: x, a further input, and the label, beside the index
+# Bytes of an example: x, a further input, and the label, beside the index.
+EACH = INDEX + 8 + 3 * 2 + 8
 POLICIES: list[tuple[Policy, bool]] = [
     ("class-balanced", False),
     ("class-reservoir", False),
@@ -43,7 +42,7 @@ def memory_of(plan: Memory, policy: Policy, task_free: bool = False, seed: int =
 
 
 class Offered:
-    """Examples that are numbered through, so that an input tells which label and task it must have."""
+    """Examples that are numbered, so that an input tells which label and task it must have."""
 
     def __init__(self) -> None:
         self.labels: list[int] = []
@@ -55,11 +54,8 @@ class Offered:
         first = len(self.labels)
         numbers = torch.arange(first, first + len(labels))
         further = (numbers[:, None] * torch.tensor([1, 2, 3])).to(torch.int16)
-        batch = Batch(
-            numbers.double()[None, :, None],
-            torch.tensor(labels)[None],
-            extra={"input 1": further[None]},
-        )
+        x, slots = numbers.double()[None, :, None], torch.tensor(labels)[None]
+        batch = Batch(x, slots, extra={"input 1": further[None]})
         memory.prepare(batch)
         memory.observe(batch)
         return list(labels)
@@ -81,20 +77,17 @@ def numbers_in(memory: LiveMemory) -> list[int]:
 def check(memory: LiveMemory, offered: Offered) -> None:
     """Everything that must hold at any time."""
     rows = range(memory.size)
-    assert sorted(itertools.chain.from_iterable(memory._members.values())) == list(rows), (
-        "every row is in one group"
-    )
+    in_groups = sorted(itertools.chain.from_iterable(memory._members.values()))
+    assert in_groups == list(rows), "every row is in one group"
     for group, members in memory._members.items():
         assert all(memory._group[row] == group for row in members)
         assert len(members) <= memory._seen[group]
     assert len(memory._group) == len(memory._arrived) == memory.size
     position = {row: place for row, place in enumerate(memory._position) if place >= 0}
     assert {row: place for place, row in enumerate(memory._visible)} == position
-    hidden = (
-        {one % 2**SHIFT for one in memory._coming} - position.keys()
-        if memory.task_free
-        else set(memory._fresh)
-    )
+    hidden = set(memory._fresh)
+    if memory.task_free:
+        hidden = {one % 2**SHIFT for one in memory._coming} - position.keys()
     assert hidden.isdisjoint(position)
     assert hidden | position.keys() == set(rows)
     assert sum(memory.counts().values()) == memory.size
@@ -114,9 +107,8 @@ def check(memory: LiveMemory, offered: Offered) -> None:
 
 def some_labels(random: Random, most: int = 12) -> list[int]:
     """Classes of which some are rare."""
-    return [
-        min(int(random.expovariate(1.0)), CLASSES - 1) for _ in range(random.randrange(1, most))
-    ]
+    count = random.randrange(1, most)
+    return [min(int(random.expovariate(1.0)), CLASSES - 1) for _ in range(count)]
 
 
 def something(memory: LiveMemory, offered: Offered, random: Random) -> Batch | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +60,8 @@ class Kind:
         """What a saved file cannot hold."""
         given: dict[str, Any] = {"loss": nn.functional.mse_loss} if self.own_loss else {}
         if self.optimizer is not None:
-            given["optimizer"] = self.optimizer(
-                [p for p in module.parameters() if p.requires_grad], lr=0.01
-            )
+            trained = [p for p in module.parameters() if p.requires_grad]
+            given["optimizer"] = self.optimizer(trained, lr=0.01)
         return given
 
     def learner(self) -> OnePass:
@@ -75,39 +74,28 @@ def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
+GROW, FREE, OF_TASKS = {"grow": True}, {"task_free": True}, {"tasks": HEADS}
+adam = torch.optim.Adam
+
+
+def kept(**plan: Any) -> dict[str, Any]:
+    return {"memory": Memory(**plan)}
+
+
 KINDS = {
-    "a-gem": Kind("a-gem", {"memory": Memory(per_task=7), "reference_batch": 5}),
-    "a-gem, heads": Kind(
-        "a-gem",
-        {"tasks": HEADS, "memory": Memory(per_task=6, policy="ring")},
-        torch.optim.Adam,
-        outputs=6,
-    ),
+    "a-gem": Kind("a-gem", kept(per_task=7) | {"reference_batch": 5}),
+    "a-gem, heads": Kind("a-gem", OF_TASKS | kept(per_task=6, policy="ring"), adam, outputs=6),
     "a-gem, heads that grow": Kind(
-        "a-gem",
-        {"tasks": HEADS, "grow": True, "memory": Memory(per_task=5, examples=11)},
-        torch.optim.Adam,
-        outputs=3,
+        "a-gem", OF_TASKS | GROW | kept(per_task=5, examples=11), adam, outputs=3
     ),
-    "a-gem, task-free": Kind(
-        "a-gem",
-        {"task_free": True, "grow": True, "memory": Memory(bytes=6000, recent=2)},
-        torch.optim.Adam,
-    ),
-    "er, task-free regression": Kind(
-        "er", {"task_free": True, "memory": Memory(examples=9, recent=0)}, own_loss=True
-    ),
-    "er, held out": Kind("er", {"memory": Memory(per_task=6, examples=20, held_out=3)}),
-    "er, task-free, held out": Kind(
-        "er", {"task_free": True, "grow": True, "memory": Memory(examples=20, recent=2, held_out=3)}
-    ),
-    "gem": Kind("gem", {"grow": True, "memory": Memory(per_task=5)}),
-    "s-gem": Kind("s-gem", {"memory": Memory(per_task=6, examples=13, where="cpu")}, momentum),
-    "mega-1, regression": Kind("mega-1", {"memory": Memory(per_task=8)}, own_loss=True),
-    "mega-2": Kind(
-        "mega-2",
-        {"grow": True, "memory": Memory(per_task=6, policy="class-reservoir", examples=20)},
-    ),
+    "a-gem, task-free": Kind("a-gem", FREE | GROW | kept(bytes=6000, recent=2), adam),
+    "er, task-free regression": Kind("er", FREE | kept(examples=9, recent=0), own_loss=True),
+    "er, held out": Kind("er", kept(per_task=6, examples=20, held_out=3)),
+    "er, task-free, held out": Kind("er", FREE | GROW | kept(examples=20, recent=2, held_out=3)),
+    "gem": Kind("gem", GROW | kept(per_task=5)),
+    "s-gem": Kind("s-gem", kept(per_task=6, examples=13, where="cpu"), momentum),
+    "mega-1, regression": Kind("mega-1", kept(per_task=8), own_loss=True),
+    "mega-2": Kind("mega-2", GROW | kept(per_task=6, policy="class-reservoir", examples=20)),
     "ewc": Kind("ewc", {"fisher": "moving-average", "fisher_every": 3, "grow": True}, momentum),
     "mas": Kind("mas", {"tasks": HEADS}, outputs=6),
     "rwalk": Kind("rwalk", {"fisher_every": 3, "grow": True}),
@@ -120,36 +108,25 @@ KINDS = {
 def snapshot(learner: OnePass) -> dict[str, Any]:
     """All that decides how learning goes on."""
     module, memory, optimizer = learner.module, learner.memory, learner.fleet.optimizer
-    return {
-        "module": {
-            name: t.detach().clone()
-            for name, t in [*module.named_parameters(), *module.named_buffers()]
-        },
+
+    def copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in tensors}
+
+    found = {
+        "module": copied([*module.named_parameters(), *module.named_buffers()]),
         "modes": [part.training for part in module.modules()],
         "flags": [p.requires_grad for p in module.parameters()],
-        "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
-        "learner": (
-            {name: t.clone() for name, t in learner.learner.state().items()},
-            learner.learner.counters(),
-        ),
-        "memory": None
-        if memory is None
-        else (
-            {name: t.clone() for name, t in memory.state().items()},
-            memory.counters(),
-            memory._sharing,
-        ),
-        "place": (
-            learner.steps,
-            learner.violations,
-            learner.segment,
-            learner.batches,
-            learner.task,
-            learner.outputs,
-            learner.examples,
-        ),
+        "optimizer": optimizer and copy.deepcopy(optimizer.state_dict()),
+        "learner": (copied(learner.learner.state().items()), learner.learner.counters()),
+        "memory": None,
+        "steps": (learner.steps, learner.violations),
+        "place": (learner.segment, learner.batches, learner.task),
+        "kind": (learner.outputs, learner.examples),
         "rng_state": torch.get_rng_state(),
     }
+    if memory is not None:
+        found["memory"] = copied(memory.state().items()), memory.counters(), memory._sharing
+    return found
 
 
 def check_memory(memory: LiveMemory, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""A learner in the middle of its second task, and whether something that was refused left a trace."""
+"""A learner in the middle of its second task, and whether what is refused leaves a trace."""
 
 from __future__ import annotations
 
@@ -18,8 +18,19 @@ from tests.toys import FEATURES
 CLASSES = 4
 
 
+ERRORS: dict[str | None, type[Exception]] = {
+    "runtime": RuntimeError,
+    "value": ValueError,
+    "type": TypeError,
+    "index": IndexError,
+    "attribute": AttributeError,
+    "key": KeyError,
+    "assertion": AssertionError,
+}
+
+
 class Rich(nn.Module):
-    """Buffers that move, layers that draw random numbers, a part that is frozen, another that is always in evaluation; and trouble on demand.
+    """Buffers, random numbers, a frozen part, one that is always in evaluation, and trouble.
 
     Trouble comes in the pass of that number (in training) since `trouble` was set.
     """
@@ -53,22 +64,13 @@ class Rich(nn.Module):
                 return out, out
             case None:
                 return out
-        raise {
-            "runtime": RuntimeError,
-            "value": ValueError,
-            "type": TypeError,
-            "index": IndexError,
-            "attribute": AttributeError,
-            "key": KeyError,
-            "assertion": AssertionError,
-        }[self.trouble](f"no {self.trouble}\nand a second line")
+        raise ERRORS[self.trouble](f"no {self.trouble}\nand a second line")
 
 
 def batch(size: int = 8, seed: int = 0, classes: range = range(CLASSES)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, FEATURES, generator=generator), torch.randint(
-        classes.start, classes.stop, (size,), generator=generator
-    )
+    x = torch.randn(size, FEATURES, generator=generator)
+    return x, torch.randint(classes.start, classes.stop, (size,), generator=generator)
 
 
 def in_a_second_task(
@@ -77,17 +79,16 @@ def in_a_second_task(
     """A learner with a past, in the middle of a task."""
     module = Rich() if module is None else module
     if adam:
-        settings["optimizer"] = torch.optim.Adam(
-            [p for p in module.parameters() if p.requires_grad], lr=0.01
-        )
+        trained = [p for p in module.parameters() if p.requires_grad]
+        settings["optimizer"] = torch.optim.Adam(trained, lr=0.01)
     else:
         settings["learning_rate"] = 0.05
     if method == "icarl":
         settings["tasks"] = [[0, 1], [2, 3]]
     learner = OnePass(module, method, **settings)
-    heads = method == "icarl"
-    one = [batch(seed=s, classes=range(2) if heads else range(CLASSES)) for s in range(3)]
-    two = [batch(seed=s, classes=range(2, 4) if heads else range(CLASSES)) for s in range(3, 5)]
+    first, second = (range(2), range(2, 4)) if method == "icarl" else (range(CLASSES),) * 2
+    one = [batch(seed=s, classes=first) for s in range(3)]
+    two = [batch(seed=s, classes=second) for s in range(3, 5)]
     if not learner.classifies:
         one, two = [(x, x[:, :CLASSES]) for x, _ in one], [(x, -x[:, :CLASSES]) for x, _ in two]
     for x, y in one:
@@ -103,36 +104,25 @@ def in_a_second_task(
 
 def snapshot(learner: OnePass) -> dict[str, Any]:
     """All that a refused call must not change."""
-    module, optimizer = learner.module, learner.fleet.optimizer
-    return copy.deepcopy(
-        {
-            "values": {
-                name: t.detach().clone()
-                for name, t in [*module.state_dict().items(), *module.named_buffers()]
-            },
-            "which": [
-                (name, id(p), p.data_ptr(), p.requires_grad, p.grad is None)
-                for name, p in module.named_parameters()
-            ],
-            "layers": [str(part) for part in module.modules()],
-            "modes": [part.training for part in module.modules()],
-            "optimizer": None if optimizer is None else optimizer.state_dict(),
-            "learner": (learner.learner.state(), learner.learner.counters()),
-            "memory": None
-            if learner.memory is None
-            else (learner.memory.state(), learner.memory.counters(), learner.memory.nbytes),
-            "place": (
-                learner.steps,
-                int(learner.fleet.step),
-                learner.violations,
-                learner.segment,
-                learner.batches,
-                learner.task,
-            ),
-            "kind": (learner.outputs, learner.examples, learner.fleet.slots),
-            "rng_state": torch.get_rng_state(),
-        }
-    )
+    module, optimizer, memory = learner.module, learner.fleet.optimizer, learner.memory
+    values = [*module.state_dict().items(), *module.named_buffers()]
+    found = {
+        "values": {name: t.detach().clone() for name, t in values},
+        "which": [
+            (name, id(p), p.data_ptr(), p.requires_grad, p.grad is None)
+            for name, p in module.named_parameters()
+        ],
+        "layers": [str(part) for part in module.modules()],
+        "modes": [part.training for part in module.modules()],
+        "optimizer": optimizer and optimizer.state_dict(),
+        "learner": (learner.learner.state(), learner.learner.counters()),
+        "memory": memory and (memory.state(), memory.counters(), memory.nbytes),
+        "steps": (learner.steps, int(learner.fleet.step), learner.violations),
+        "place": (learner.segment, learner.batches, learner.task),
+        "kind": (learner.outputs, learner.examples, learner.fleet.slots),
+        "rng_state": torch.get_rng_state(),
+    }
+    return copy.deepcopy(found)
 
 
 def check_sentence(error: BaseException, words: tuple[str, ...]) -> None:

@@ -15,17 +15,8 @@ CLASSES = 4
 
 
 KEYS = [
-    "step",
-    "task",
-    "loss",
-    "accuracy",
-    "forgetting",
-    "forgetting_by_task",
-    "violations",
-    "cosine",
-    "memory",
-    "memory_bytes",
-    "milliseconds",
+    *("step", "task", "loss", "accuracy", "forgetting", "forgetting_by_task"),
+    *("violations", "cosine", "memory", "memory_bytes", "milliseconds"),
 ]
 
 
@@ -40,10 +31,8 @@ def stream(
     data = []
     for _ in range(batches):
         y = torch.randint(classes.start, classes.stop, (size,), generator=generator)
-        x = torch.randn(size, FEATURES, generator=generator) + 2 * nn.functional.one_hot(
-            y, FEATURES
-        )
-        data.append((x, y))
+        x = torch.randn(size, FEATURES, generator=generator)
+        data.append((x + 2 * nn.functional.one_hot(y, FEATURES), y))
     return data
 
 

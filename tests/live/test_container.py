@@ -34,43 +34,28 @@ def test_lengths_depths_and_repetitions_are_bounded(tmp_path: Path) -> None:
     ):
         assert other != text
         refusal(struct.pack("<Q", len(other)) + other + rest, case, tmp_path)
-    entries = json.loads(text)
+    entries, name = json.loads(text), "module.0.weight"
     for change in (
-        {"data_offsets": [0, 2**62]},
-        {"data_offsets": [0, 0]},
-        {"data_offsets": [8, 0]},
-        {"shape": [2**62, 2**62]},
-        {"shape": [0, 2**62, 2**62]},
-        {"shape": [1] * 500},
-        {"shape": [True]},
-        {"dtype": "F99"},
-        {"more": 1},
+        *({"data_offsets": [0, 2**62]}, {"data_offsets": [0, 0]}, {"data_offsets": [8, 0]}),
+        *({"shape": [2**62, 2**62]}, {"shape": [0, 2**62, 2**62]}, {"shape": [1] * 500}),
+        *({"shape": [True]}, {"dtype": "F99"}, {"more": 1}),
     ):
-        other = json.dumps(
-            entries | {"module.0.weight": entries["module.0.weight"] | change}
-        ).encode()
+        other = json.dumps(entries | {name: entries[name] | change}).encode()
         refusal(struct.pack("<Q", len(other)) + other + rest, case, tmp_path)
     for other in (rest[:-1], rest + b"\0", b"", rest * 2):
         refusal(content[: 8 + length] + other, case, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("value", "comma"),
-    [
-        (r"\u007b\"a\":1}", r"\u002c"),
-        (r"\u005b]", r"\u002c"),
-        (r"1.5", r"\u002c"),
-        (r"{\"a\":1}", "," + " " * 6),
-        (r"[]", "," + " " * 14),
-    ],
-    ids=[
-        "dictionaries as numbers",
-        "lists as numbers",
-        "commas as numbers",
-        "dictionaries",
-        "lists",
-    ],
-)
+VALUES = {
+    "dictionaries as numbers": (r"\u007b\"a\":1}", r"\u002c"),
+    "lists as numbers": (r"\u005b]", r"\u002c"),
+    "commas as numbers": (r"1.5", r"\u002c"),
+    "dictionaries": (r"{\"a\":1}", "," + " " * 6),
+    "lists": (r"[]", "," + " " * 14),
+}
+
+
+@pytest.mark.parametrize(("value", "comma"), VALUES.values(), ids=VALUES)
 def test_the_values_of_a_header_are_counted_however_they_are_written(
     value: str, comma: str, tmp_path: Path
 ) -> None:
@@ -90,13 +75,8 @@ def test_the_values_of_a_header_are_counted_however_they_are_written(
 def test_only_plain_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
-    for path in (
-        tmp_path / "pipe",
-        tmp_path / "link",
-        Path("/dev/zero"),
-        Path("/dev/null"),
-        tmp_path,
-    ):
+    devices = (Path("/dev/zero"), Path("/dev/null"))
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, *devices):
         with pytest.raises(InputError, match="not a plain file"):
             OnePass.load(path, net())
     (tmp_path / "loop").symlink_to("loop")
@@ -122,10 +102,8 @@ def test_a_large_file_of_another_kind_is_refused_unread(tmp_path: Path) -> None:
 
 def test_a_header_of_many_tensors_is_refused_before_they_are_made(tmp_path: Path) -> None:
     about, _ = taken_apart(content_of("a-gem", MIDDLE))
-    entries = [
-        f'"{number:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'
-        for number in range(500_000)
-    ]
+    of_one = '"{:x}":{{"dtype":"F64","shape":[0],"data_offsets":[0,0]}}'.format
+    entries = [of_one(number) for number in range(500_000)]
     about |= {"format": 1, "tensors": "0" * 64}
     own = json.dumps({"onepass": canonical(about | {"checksum": digest(canonical(about))})})
     header = ("{" + ",".join([f'"__metadata__":{own}', *entries]) + "}").encode()

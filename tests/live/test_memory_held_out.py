@@ -1,4 +1,4 @@
-"""Forgetting is measured on examples that are never rehearsed, where some are held out, and is None where it is not known."""
+"""Examples that are held out are a fair sample, and are never rehearsed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ from tests.live.memories import (
 def held(memory: LiveMemory) -> dict[tuple[int, int], list[int]]:
     """Numbers of the examples held out, by group."""
     numbers = numbers_in(memory) if memory.storage is not None else []
-    return {
-        group: [numbers[row] for row in rows]
-        for group, rows in memory._members.items()
-        if group[1] < 0
-    }
+    apart = {group: rows for group, rows in memory._members.items() if group[1] < 0}
+    return {group: [numbers[row] for row in rows] for group, rows in apart.items()}
 
 
 def filled(memory: LiveMemory, seed: int = 0, tasks: int = 3, batches: int = 30) -> Offered:
@@ -66,9 +63,8 @@ def test_what_is_held_out_is_never_rehearsed(
         drawn = [memory.draw(9)]
         if not task_free:
             drawn += [memory.of([task]) for task in range(memory.task)]
-        rehearsed = {
-            int(n) for batch in drawn if batch is not None for n in batch.x[0, :, 0].tolist()
-        }
+        given = [batch.x[0, :, 0] for batch in drawn if batch is not None]
+        rehearsed = {int(number) for numbers in given for number in numbers.tolist()}
         ever |= {number for numbers in held(memory).values() for number in numbers}
         assert rehearsed.isdisjoint(ever)
         offered(memory, some_labels(random))
@@ -79,11 +75,9 @@ def test_what_is_held_out_is_never_rehearsed(
     for (task, label), numbers in groups.items():
         assert all(offered.task[number] == task for number in numbers)
         assert not task_free or all(offered.labels[number] == ~label for number in numbers)
-    measured = memory.groups()
     rows = numbers_in(memory)
-    assert {rows[row] for group in measured.values() for row in group} <= {
-        number for numbers in groups.values() for number in numbers
-    }
+    measured = {rows[row] for group in memory.groups().values() for row in group}
+    assert measured <= {number for numbers in groups.values() for number in numbers}
 
 
 @every_policy
@@ -100,9 +94,8 @@ def test_what_is_held_out_comes_on_top_of_the_share_of_a_task(
         memory.end_task()
     assert memory.counts() == dict.fromkeys(range(3), 26)
     assert memory.visible == 60
-    assert {group: len(rows) for group, rows in memory.groups().items()} == dict.fromkeys(
-        range(3), 6
-    )
+    sizes = {group: len(rows) for group, rows in memory.groups().items()}
+    assert sizes == dict.fromkeys(range(3), 6)
 
 
 def test_what_is_held_out_is_a_uniform_sample_and_leaves_the_rest_one() -> None:
@@ -116,16 +109,13 @@ def test_what_is_held_out_is_a_uniform_sample_and_leaves_the_rest_one() -> None:
         apart = {number for numbers in held(memory).values() for number in numbers}
         for number in numbers_in(memory):
             counts[number in apart][number] += 1
-    for kept, size in (
-        (counts[True][1:], 6),
-        (counts[False][1:], 20),
-    ):  # the first one is always offered to the rest
+    # The first one is always offered to the rest.
+    for kept, size in ((counts[True][1:], 6), (counts[False][1:], 20)):
         parts = kept.reshape(7, 17).sum(1)
         expected = parts.sum() / 7
         assert kept.sum() == pytest.approx(400 * size, rel=0.05)
-        assert (
-            float(((parts - expected) ** 2 / expected).sum()) < 28
-        )  # six degrees of freedom: above once in ten thousand times
+        # Six degrees of freedom: chance alone is above 28 once in ten thousand times.
+        assert float(((parts - expected) ** 2 / expected).sum()) < 28
 
 
 def test_a_task_of_a_single_example_can_be_rehearsed() -> None:
@@ -136,10 +126,15 @@ def test_a_task_of_a_single_example_can_be_rehearsed() -> None:
         assert memory.of([0]).slots.tolist() == [[1]]
 
 
+LIMITS: dict[str, dict[str, int]] = {
+    "no limit": {},
+    "examples": {"examples": 40},
+    "bytes": {"bytes": 20_000},
+}
+
+
 @every_policy
-@pytest.mark.parametrize(
-    "limit", [{}, {"examples": 40}, {"bytes": 20_000}], ids=["no limit", "examples", "bytes"]
-)
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 def test_a_restored_memory_goes_on_identically(
     policy: Policy, task_free: bool, limit: dict[str, int]
 ) -> None:
@@ -152,19 +147,16 @@ def test_a_restored_memory_goes_on_identically(
         offered(memory, some_labels(random))
     fresh = memory_of(plan, policy, task_free)
     fresh.fleet.number = memory.fleet.number
-    fresh.restore(
-        {name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters()
-    )
-    for seed, both in ((5, (memory, fresh)),):
-        chance = [Random(seed), Random(seed)]
-        shown = [Offered(), Offered()]
-        for step in range(40):
-            for one, offer, random in zip(both, shown, chance, strict=True):
-                offer(one, some_labels(random))
-                if step == 20 and not task_free:
-                    one.end_task()
-                    one.begin_task(4)
-            assert_same_batch(memory.draw(7), fresh.draw(7))
+    state = {name: tensor.clone() for name, tensor in memory.state().items()}
+    fresh.restore(state, memory.counters())
+    both = [(memory, Offered(), Random(5)), (fresh, Offered(), Random(5))]
+    for step in range(40):
+        for one, offer, random in both:
+            offer(one, some_labels(random))
+            if step == 20 and not task_free:
+                one.end_task()
+                one.begin_task(4)
+        assert_same_batch(memory.draw(7), fresh.draw(7))
     assert_same_state(memory, fresh)
     assert memory.groups() == fresh.groups()
     assert memory.groups()
@@ -198,11 +190,8 @@ def test_a_method_is_given_nothing_of_what_is_held_out(
     learner = learnt(method, memory=Memory(per_task=20, held_out=10))
     memory = learner.memory
     assert memory is not None
-    apart = {
-        tuple(x.tolist())
-        for rows in memory.groups().values()
-        for x in memory.take(torch.tensor(rows)).x[0]
-    }
+    held_out = [memory.take(torch.tensor(rows)).x[0] for rows in memory.groups().values()]
+    apart = {tuple(x.tolist()) for examples in held_out for x in examples}
     seen = {tuple(x.tolist()) for batch in given for x in batch.x[0]}
     assert len(apart) == 30
     assert len(seen) > 20
@@ -211,14 +200,10 @@ def test_a_method_is_given_nothing_of_what_is_held_out(
 
 @pytest.mark.parametrize("task_free", [False, True], ids=["tasks", "task-free"])
 def test_it_goes_on_bit_identically_from_a_file(task_free: bool, tmp_path: Path) -> None:
+    plan = Memory(per_task=12, examples=50, recent=2, held_out=5)
+
     def make() -> OnePass:
-        return OnePass(
-            net(),
-            "er",
-            learning_rate=0.05,
-            task_free=task_free,
-            memory=Memory(per_task=12, examples=50, recent=2, held_out=5),
-        )
+        return OnePass(net(), "er", learning_rate=0.05, task_free=task_free, memory=plan)
 
     whole, first = make(), make()
     for learner in (whole, first):

@@ -7,6 +7,7 @@ import gc
 import sys
 import tracemalloc
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from onepass import InputError, Memory, OnePass
 from onepass.live.memory import GROUP, INDEX, ROW, LiveMemory, Policy
 from onepass.live.saving import packed
+from tests.failing import failing
 from tests.live.memories import (
     CLASSES,
     EACH,
@@ -47,18 +49,16 @@ def test_the_byte_budget_holds_after_every_batch_and_is_used(
     policy: Policy, task_free: bool, where: str, tmp_path: Path
 ) -> None:
     budget = 50 * EACH + 17
-    memory = memory_of(
-        Memory(per_task=30, bytes=budget, recent=2, **place_of(where, tmp_path)), policy, task_free
-    )
+    plan = Memory(per_task=30, bytes=budget, recent=2, **place_of(where, tmp_path))
+    memory = memory_of(plan, policy, task_free)
     offered, random = Offered(), Random(7)
     for _ in range(250):
         something(memory, offered, random)
         if memory.storage is not None:
             assert real_bytes(memory) + INDEX * memory.size <= memory.nbytes <= budget
         check(memory, offered)
-    assert memory.size == (
-        50 if task_free else memory._limit
-    )  # tasks are many small groups, which need room too
+    # Tasks are many small groups, which need room too.
+    assert memory.size == (50 if task_free else memory._limit)
     assert memory.nbytes > budget - EACH - ROW - GROUP
     assert len(offered.labels) > 500
 
@@ -90,23 +90,19 @@ def test_without_a_limit_every_task_has_its_share_and_room_grows_with_the_tasks(
         assert real_bytes(memory) + INDEX * memory.size == memory.nbytes <= (task + 3) * 20 * EACH
 
 
+def lists_of(memory: LiveMemory) -> tuple[object, ...]:
+    of_groups = memory._members, memory._seen, memory._fresh, memory._coming
+    return *of_groups, memory._group, memory._arrived, memory._visible, memory._position
+
+
 def test_what_the_memory_holds_beside_its_examples_does_not_grow_with_the_number_of_tasks() -> None:
     memory, offered, held = memory_of(Memory(bytes=40 * EACH), "class-balanced"), Offered(), []
     for task in range(300):
         memory.begin_task(task)
         offered(memory, range(CLASSES))
         memory.end_task()
-        lists = (
-            memory._members,
-            memory._group,
-            memory._arrived,
-            memory._seen,
-            memory._visible,
-            memory._position,
-            memory._fresh,
-            memory._coming,
-        )
-        held.append(sum(sys.getsizeof(one) for one in (*lists, *memory._members.values())))
+        lists = (*lists_of(memory), *memory._members.values())
+        held.append(sum(sys.getsizeof(one) for one in lists))
     assert 20 <= memory.size == memory.visible <= (memory._limit or 0)
     assert held[299] < 1.5 * held[49]
 
@@ -119,49 +115,34 @@ def noted(memory: LiveMemory) -> int:
         if id(one) in seen:
             return 0
         seen.add(id(one))
-        inside = (
-            [*one.keys(), *one.values()]
-            if isinstance(one, dict)
-            else one
-            if isinstance(one, (list, tuple, deque))
-            else ()
-        )
+        inside: Iterable[object] = one if isinstance(one, (list, tuple, deque)) else ()
+        if isinstance(one, dict):
+            inside = [*one.keys(), *one.values()]
         return sys.getsizeof(one) + sum(map(size, inside))
 
-    lists = (
-        memory._members,
-        memory._group,
-        memory._arrived,
-        memory._seen,
-        memory._visible,
-        memory._position,
-        memory._fresh,
-        memory._coming,
-    )
-    return sum(map(size, lists)) + (0 if memory._rows is None else memory._rows.nbytes)
+    rows = 0 if memory._rows is None else memory._rows.nbytes
+    return sum(map(size, lists_of(memory))) + rows
+
+
+CLASSES_OF = {"few classes": 40, "as many as rows": 300, "each example a class": None}
 
 
 @pytest.mark.parametrize("task_free", [True, False], ids=["task-free", "tasks"])
-@pytest.mark.parametrize(
-    "classes", [40, 300, None], ids=["few classes", "as many as rows", "each example a class"]
-)
+@pytest.mark.parametrize("classes", CLASSES_OF.values(), ids=CLASSES_OF)
 @pytest.mark.parametrize("recent", [3, 10**9])
 def test_what_is_really_held_is_within_the_budget_however_many_classes_there_are(
     task_free: bool, classes: int | None, recent: int
 ) -> None:
     budget = 300 * EACH
-    memory = memory_of(
-        Memory(bytes=budget, per_task=10**6, recent=recent), "class-balanced", task_free
-    )
+    plan = Memory(bytes=budget, per_task=10**6, recent=recent)
+    memory = memory_of(plan, "class-balanced", task_free)
     offered, random = Offered(), Random(5)
     for step in range(300):
-        first = 300 + 5 * step
-        offered(
-            memory,
-            range(first, first + 5)
-            if classes is None
-            else [1000 + random.randrange(classes) for _ in range(5)],
-        )
+        if classes is None:
+            labels = list(range(300 + 5 * step, 305 + 5 * step))
+        else:
+            labels = [1000 + random.randrange(classes) for _ in range(5)]
+        offered(memory, labels)
         if step % 50 == 49 and not task_free:
             memory.end_task()
             memory.begin_task(memory.task + 1)
@@ -173,10 +154,8 @@ def test_what_is_really_held_is_within_the_budget_however_many_classes_there_are
 
 
 def test_the_memory_of_an_endless_stream_of_new_classes_does_not_grow() -> None:
-    memory, offered = (
-        memory_of(Memory(examples=30, recent=10**9), "class-balanced", task_free=True),
-        Offered(),
-    )
+    plan = Memory(examples=30, recent=10**9)
+    memory, offered = memory_of(plan, "class-balanced", task_free=True), Offered()
     fill = iter(range(10**6))
     held = []
     for _ in range(100):
@@ -199,24 +178,18 @@ def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_cla
         for step in range(100):
             offered(memory, range(10 * step, 10 * step + 10))
         gc.collect()
-        lists = sum(
-            trace.size
-            for trace in tracemalloc.take_snapshot()
-            .filter_traces([tracemalloc.Filter(True, "*/onepass/live/memory.py")])
-            .traces
-        )
+        of_memory = tracemalloc.Filter(True, "*/onepass/live/memory.py")
+        lists = tracemalloc.take_snapshot().filter_traces([of_memory]).traces
     finally:
         tracemalloc.stop()
     assert memory.size > 250
-    assert real_bytes(memory) + lists <= budget
+    assert real_bytes(memory) + sum(trace.size for trace in lists) <= budget
 
 
 @pytest.mark.parametrize("policy", ["ring", "class-reservoir", "class-balanced"])
 def test_classes_that_may_come_take_no_room_before_they_do(policy: Policy) -> None:
-    module = nn.Linear(2, 20_000)
-    learner = OnePass(
-        module, "er", learning_rate=1e-4, memory=Memory(bytes=50_000, policy=policy, per_task=10**6)
-    )
+    plan = Memory(bytes=50_000, policy=policy, per_task=10**6)
+    learner = OnePass(nn.Linear(2, 20_000), "er", learning_rate=1e-4, memory=plan)
     learner.observe(torch.randn(5, 2), torch.arange(5))
     assert learner.memory is not None
     gc.collect()
@@ -259,29 +232,21 @@ def test_a_budget_below_one_example_is_refused_before_anything_is_learnt() -> No
     assert learner.steps == 0
 
 
-def full_disk(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @pytest.mark.parametrize("batches", [0, 2], ids=["the first example", "later"])
 def test_a_disk_that_is_full_refuses_the_batch_and_leaves_everything_as_it_was(
     batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def batch(seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(20, 3, generator=generator), torch.randint(
-            0, 2, (20,), generator=generator
-        )
+        x = torch.randn(20, 3, generator=generator)
+        return x, torch.randint(0, 2, (20,), generator=generator)
 
-    learner = OnePass(
-        nn.Linear(3, 2),
-        learning_rate=0.1,
-        memory=Memory(per_task=20, where="disk", folder=tmp_path),
-    )
+    plan = Memory(per_task=20, where="disk", folder=tmp_path)
+    learner = OnePass(nn.Linear(3, 2), learning_rate=0.1, memory=plan)
     for number in range(batches):
         learner.observe(*batch(number), task=number)
     with monkeypatch.context() as patch:
-        patch.setattr("onepass.live.storage.os.posix_fallocate", full_disk)
+        patch.setattr("onepass.live.storage.os.posix_fallocate", failing(errno.ENOSPC))
         refused = list[str]()
         while not refused and learner.steps < 20:  # at some time room has to be made
             before = packed(learner)
@@ -306,23 +271,16 @@ def test_a_memory_on_disk_has_the_content_of_one_in_main_memory(
     policy: Policy, task_free: bool, tmp_path: Path
 ) -> None:
     limit = {"examples": 30} if task_free else {}
-    kept = [
-        memory_of(
-            Memory(per_task=11, recent=2, **limit, **place_of(where, tmp_path / "new")),
-            policy,
-            task_free,
-        )
-        for where in ("cpu", "disk")
-    ]
+    places = [place_of(where, tmp_path / "new") for where in ("cpu", "disk")]
+    plans = [Memory(per_task=11, recent=2, **limit, **place) for place in places]
+    kept = [memory_of(plan, policy, task_free) for plan in plans]
     both = [(memory, Offered(), Random(3)) for memory in kept]
     for _ in range(120):
         drawn = [something(*one) for one in both]
         assert_same_batch(*drawn)
     assert_same_state(*kept)
     assert all(isinstance(memory.storage.columns["x"], Tensor) for memory in kept if memory.storage)
-    assert not list((tmp_path / "new").iterdir()), (
-        "the files have no names, so nothing is left behind"
-    )
+    assert not list((tmp_path / "new").iterdir()), "the files have no names"
 
 
 # ---- which examples stay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from onepass import InputError, Memory, OnePass
+from tests.failing import failing
 from tests.live.comparing import same
 from tests.live.refused_calls import Rich, batch, check_sentence, in_a_second_task, refused
 from tests.toys import small_net
@@ -60,13 +62,11 @@ def test_a_memory_with_bad_values_is_refused(plan: dict[str, Any], words: tuple[
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    plan = Memory(
-        per_task=np.int64(9), bytes=np.uint32(20_000), recent=np.int8(3), held_out=np.int16(2)
-    )  # type: ignore[arg-type]
+    numbers: dict[str, Any] = {"per_task": np.int64(9), "bytes": np.uint32(20_000)}
+    numbers |= {"recent": np.int8(3), "held_out": np.int16(2)}
+    plan = Memory(**numbers)
     assert plan == Memory(per_task=9, bytes=20_000, recent=3, held_out=2)
-    assert all(
-        type(number) is int for number in (plan.per_task, plan.bytes, plan.recent, plan.held_out)
-    )
+    assert all(type(getattr(plan, name)) is int for name in numbers)
     OnePass(Rich(), learning_rate=0.1, memory=plan).save(tmp_path / "saved")
 
 
@@ -81,19 +81,13 @@ def test_a_memory_larger_than_there_is_is_refused_before_anything_is_learnt(
         learner.observe(*batch())
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"bytes": 100_000},
-        {"examples": 50},
-        {"per_task": 20},
-        {"policy": "ring"},
-        {"where": "cpu"},
-        {"recent": 3},
-        {"held_out": 5},
-    ],
-    ids=str,
-)
+ASKED = [
+    *({"bytes": 100_000}, {"examples": 50}, {"per_task": 20}, {"policy": "ring"}),
+    *({"where": "cpu"}, {"recent": 3}, {"held_out": 5}),
+]
+
+
+@pytest.mark.parametrize("plan", ASKED, ids=str)
 def test_a_memory_that_icarl_would_not_keep_to_is_refused(plan: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="exemplars of its own") as caught:
         OnePass(Rich(), "icarl", learning_rate=0.1, tasks=[[0, 1], [2, 3]], memory=Memory(**plan))
@@ -103,13 +97,9 @@ def test_a_memory_that_icarl_would_not_keep_to_is_refused(plan: dict[str, Any]) 
 def test_a_limit_holds_for_methods_that_keep_nothing_and_a_default_memory_for_all(
     tmp_path: Path,
 ) -> None:
+    plan = Memory(bytes=1000, where="disk", folder=tmp_path / "not made")
     for method in ("van", "ewc", "pi", "mas", "rwalk"):
-        learner = OnePass(
-            small_net(),
-            method,
-            learning_rate=0.1,
-            memory=Memory(bytes=1000, where="disk", folder=tmp_path / "not made"),
-        )
+        learner = OnePass(small_net(), method, learning_rate=0.1, memory=plan)
         assert learner.report()["memory_bytes"] == 0
     assert not list(tmp_path.iterdir())
     OnePass(Rich(), "icarl", learning_rate=0.1, tasks=[[0, 1], [2, 3]], memory=Memory())
@@ -139,12 +129,8 @@ def test_a_disk_that_is_full_changes_nothing(
 ) -> None:
     learner = in_a_second_task(memory=Memory(where="disk", folder=tmp_path, per_task=40))
     learner.observe(*batch(seed=5))  # 48 of 48 rows are taken
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", full)
+        patch.setattr("os.posix_fallocate", failing(errno.ENOSPC))
         with refused(learner, "No space left", "make room"):
             learner.observe(*batch(seed=6))
     learner.observe(*batch(seed=6))

@@ -45,10 +45,11 @@ def test_class_balanced_keeps_small_classes_whole_and_levels_the_others(
     assert sorted(kept[label] for label in (1, 3, 4)) == [15, 15, 15]
 
 
+LIMITS = {"examples": {"examples": 61}, "bytes": {"bytes": 61 * EACH}}
+
+
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
-@pytest.mark.parametrize(
-    "limit", [{"examples": 61}, {"bytes": 61 * EACH}], ids=["examples", "bytes"]
-)
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 def test_tasks_and_their_classes_stay_level_when_the_budget_is_reached(
     policy: Policy, limit: dict[str, int]
 ) -> None:
@@ -72,15 +73,11 @@ def test_a_ring_keeps_the_last_examples_of_each_class() -> None:
     offered = fill(memory, stream_of((30, 2, 80, 3, 5)))
     for label, share in enumerate((4, 4, 3, 3, 3)):
         own = [number for number, found in enumerate(offered.labels) if found == label]
-        assert (
-            sorted(number for number in numbers_in(memory) if offered.labels[number] == label)
-            == own[-share:]
-        )
+        kept = [number for number in numbers_in(memory) if offered.labels[number] == label]
+        assert sorted(kept) == own[-share:]
 
 
-def test_a_ring_keeps_the_last_examples_of_each_class_when_the_budget_leaves_it_less_than_its_share() -> (
-    None
-):
+def test_a_ring_keeps_the_last_examples_of_each_class_also_in_less_room_than_its_share() -> None:
     memory = memory_of(Memory(per_task=100, examples=15), "ring")
     fill(memory, [number % CLASSES for number in range(140)])
     assert sorted(numbers_in(memory)) == list(range(125, 140))
@@ -99,8 +96,11 @@ def test_what_is_kept_does_not_depend_on_how_the_stream_is_cut_into_batches() ->
 def unevenness(
     policy: Policy, plan: Memory, task_free: bool, labels: Sequence[int], seeds: int = 150
 ) -> dict[int, float]:
-    """For each class (the whole stream as class 0, if the policy knows none) the χ² of how often its parts were kept, five parts in the order in
-    which they came, against every example having had the same chance."""
+    """The χ² of how often the parts of each class were kept, against equal chances.
+
+    A class has five parts, in the order in which they came. A policy that knows no classes has
+    the whole stream as class 0.
+    """
     kept = np.zeros(len(labels))
     for seed in range(seeds):
         memory = memory_of(plan, policy, task_free, seed=seed)
@@ -112,46 +112,28 @@ def unevenness(
         chance = own.sum() / (seeds * len(own))
         if chance < 1:  # what is kept whole leaves nothing to chance
             parts = np.array([part.sum() for part in np.array_split(own, 5)])
-            sizes = np.array([len(part) for part in np.array_split(own, 5)])
-            found[label] = float(
-                (
-                    (parts - seeds * sizes * chance) ** 2 / (seeds * sizes * chance * (1 - chance))
-                ).sum()
-            )
+            shown = seeds * np.array([len(part) for part in np.array_split(own, 5)])
+            squares = (parts - shown * chance) ** 2 / (shown * chance * (1 - chance))
+            found[label] = float(squares.sum())
     return found
 
 
-UNIFORM: list[tuple[str, Policy, Memory, bool]] = [
-    ("class-balanced, a task", "class-balanced", Memory(per_task=30), False),
-    ("class-balanced, task-free", "class-balanced", Memory(examples=30), True),
-    ("class-balanced, examples in all", "class-balanced", Memory(per_task=250, examples=30), False),
-    (
-        "class-balanced, bytes in all",
-        "class-balanced",
-        Memory(per_task=250, bytes=30 * EACH),
-        False,
-    ),
-    ("class-reservoir, a task", "class-reservoir", Memory(per_task=30), False),
-    (
-        "class-reservoir, examples in all",
-        "class-reservoir",
-        Memory(per_task=250, examples=30),
-        False,
-    ),
-    ("reservoir, a task", "reservoir", Memory(per_task=30), False),
-    ("reservoir, task-free", "reservoir", Memory(examples=30), True),
-    ("reservoir, examples in all", "reservoir", Memory(per_task=250, examples=30), False),
+PLANS = {
+    "per task": Memory(per_task=30),
+    "task-free": Memory(examples=30),
+    "examples in all": Memory(per_task=250, examples=30),
+    "bytes in all": Memory(per_task=250, bytes=30 * EACH),
+}
+UNIFORM: list[tuple[Policy, str]] = [
+    *(("class-balanced", plan) for plan in PLANS),
+    *(("class-reservoir", plan) for plan in ("per task", "examples in all")),
+    *(("reservoir", plan) for plan in ("per task", "task-free", "examples in all")),
 ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "plan", "task_free"),
-    [case[1:] for case in UNIFORM],
-    ids=[case[0] for case in UNIFORM],
-)
-def test_every_example_of_a_class_has_the_same_chance_to_stay(
-    policy: Policy, plan: Memory, task_free: bool
-) -> None:
+@pytest.mark.parametrize(("policy", "name"), UNIFORM)
+def test_every_example_of_a_class_has_the_same_chance_to_stay(policy: Policy, name: str) -> None:
+    plan, task_free = PLANS[name], name == "task-free"
     found = unevenness(policy, plan, task_free, stream_of((50, 4, 25, 80, 41)))
     assert len(found) == (1 if policy == "reservoir" else 4)
     # With four degrees of freedom, chance alone is above 28 once in a hundred thousand times.

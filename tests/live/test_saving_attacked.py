@@ -20,20 +20,10 @@ def attacked(folder: Path, first: int, last: int) -> Counter[str]:
     """What became of these attacks, each in a process with a memory limit and a clock."""
     found: Counter[str] = Counter()
     while first < last:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.live.attacking",
-            str(folder / f"from {first}"),
-            str(first),
-            str(last),
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        program = [sys.executable, "-m", "tests.live.attacking"]
+        command = [*program, str(folder / f"from {first}"), str(first), str(last)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         for line in done.stdout.splitlines():
             number, _, rest = line.partition(" ")
             first = int(number) + 1

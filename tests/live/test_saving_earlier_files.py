@@ -31,15 +31,14 @@ from tests.live.saved_learners import (
 SAVED = Path(__file__).parent / "saved"  # by an earlier version
 
 
+ON_DISK = Memory(per_task=7, bytes=5000, where="disk", folder="memory")
 OLD = {
     "a-gem": Case(optimizer=OPTIMIZERS["Adam"], tasks=TASKS),
     "icarl": Case("icarl", tasks=TASKS),
     "ewc": Case("ewc", optimizer=OPTIMIZERS["momentum"]),
     "grown": Case("er", {"grow": True}, partial(net, 2), appearing, OPTIMIZERS["Adam"]),
     "task-free": Case("er", {"task_free": True, "memory": Memory(examples=9, recent=1)}),
-    "disk": Case(
-        "mega-1", {"memory": Memory(per_task=7, bytes=5000, where="disk", folder="memory")}
-    ),
+    "disk": Case("mega-1", {"memory": ON_DISK}),
     "own-loss": Case("rwalk", data=values, loss=square),
 }
 
@@ -49,11 +48,10 @@ def test_a_file_of_an_earlier_version_is_loaded_and_goes_on(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a relative folder is
-    learner = OLD[name].load(SAVED / f"{name}.safetensors")
-    (was, tensors), (now, same) = (
-        taken_apart(content)
-        for content in ((SAVED / f"{name}.safetensors").read_bytes(), packed(learner))
-    )
+    path = SAVED / f"{name}.safetensors"
+    learner = OLD[name].load(path)
+    was, tensors = taken_apart(path.read_bytes())
+    now, same = taken_apart(packed(learner))
     assert tensors.keys() == same.keys()
     assert all(torch.equal(tensor, same[key]) for key, tensor in tensors.items())
     assert {key for key in was if was[key] != now[key]} <= {"settings"}
@@ -119,9 +117,8 @@ def test_a_classifier_with_its_memory_on_disk_is_pickled_and_copied_as_before(
     tmp_path: Path,
 ) -> None:
     x, y = np.random.default_rng(0).normal(size=(40, 6)), np.arange(40) % 3
-    learner = OnePassClassifier(
-        memory=Memory(bytes=10**5, where="disk", folder=tmp_path / "memory"), random_state=0
-    )
+    memory = Memory(bytes=10**5, where="disk", folder=tmp_path / "memory")
+    learner = OnePassClassifier(memory=memory, random_state=0)
     learner.partial_fit(x, y, task_ends=True)
     for other in (pickle.loads(pickle.dumps(learner)), copy.deepcopy(learner)):
         assert str(other.learner_.plan.folder) == str(tmp_path / "memory")

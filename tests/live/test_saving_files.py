@@ -20,24 +20,10 @@ from torch import nn, optim
 from onepass import InputError, Memory, OnePass
 from onepass.live.container import FORMAT
 from tests.fuzzing import damaged
-from tests.live.saved_learners import (
-    MIDDLE,
-    OPTIMIZERS,
-    Case,
-    content_of_a_file,
-    net,
-    square,
-    values,
-)
+from tests.live.saved_learners import MIDDLE, OPTIMIZERS, Case, net, square, values
 from tests.toys import FEATURES, Normed
 
 # ---- the file
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    (tmp_path / "file").write_bytes(content_of_a_file())
-    return tmp_path / "file"
 
 
 def about_in(content: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A file may come from elsewhere: it says what was learnt, and never where to write, how much to reserve or what to call."""
+"""A file from elsewhere never says where to write, how much to reserve or what to call."""
 
 from __future__ import annotations
 
@@ -28,32 +28,23 @@ def test_a_file_cannot_name_what_is_written_or_called(
 ) -> None:
     def change(about: dict[str, Any], _: object) -> None:
         settings = about["settings"]
-        {
-            "own": settings["own"],
-            "settings": settings,
-            "memory": settings["memory"],
-            "header": about,
-        }[where][wish] = str(tmp_path / "victim" / "file")
+        places = {"own": settings["own"], "memory": settings["memory"]}
+        places |= {"settings": settings, "header": about}
+        places[where][wish] = str(tmp_path / "victim" / "file")
 
     assert "altered" in refusal(changed("a-gem", change), CASES["a-gem"], tmp_path)
 
 
 def test_the_folder_in_a_file_is_never_made(tmp_path: Path) -> None:
     def change(about: dict[str, Any], _: object) -> None:
-        about["settings"]["memory"] |= {
-            "where": "disk",
-            "folder": str(tmp_path / "victim"),
-            "bytes": 2**40,
-        }
+        place = {"where": "disk", "folder": str(tmp_path / "victim")}
+        about["settings"]["memory"] |= {**place, "bytes": 2**40}
 
     sentence = refusal(changed("a-gem", change), CASES["a-gem"], tmp_path)
     assert "where='disk' and folder='…'" in sentence
     assert "where='cpu'" in sentence
-    for place in (
-        {"where": "cpu"},
-        {"where": "module"},
-        {"where": "disk", "folder": tmp_path / "mine"},
-    ):
+    on_disk = {"where": "disk", "folder": tmp_path / "mine"}
+    for place in ({"where": "cpu"}, {"where": "module"}, on_disk):
         learner = OnePass.load(tmp_path / "file", net(), **place)
         learner.observe(*classes(1, 2))
         assert not (tmp_path / "victim").exists()
@@ -70,9 +61,8 @@ def test_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "module", "disk"])
 def test_a_memory_goes_on_bit_identically_in_another_place(place: Any, tmp_path: Path) -> None:
-    case = Case(
-        "mega-1", {"memory": Memory(per_task=7, bytes=6000, where="disk", folder=tmp_path / "one")}
-    )
+    memory = Memory(per_task=7, bytes=6000, where="disk", folder=tmp_path / "one")
+    case = Case("mega-1", {"memory": memory})
     learner = case.start()
     case.run(learner, 0, MIDDLE)
     learner.save(tmp_path / "file")
@@ -81,6 +71,10 @@ def test_a_memory_goes_on_bit_identically_in_another_place(place: Any, tmp_path:
     assert loaded.plan.where == place
     assert case.run(loaded, MIDDLE) == case.run(learner, MIDDLE)
     assert taken_apart(packed(loaded))[1].keys() == taken_apart(packed(learner))[1].keys()
+
+
+def limited_by(limit: dict[str, int], stop: int = MIDDLE) -> bytes:
+    return changed("a-gem", lambda about, _: about["settings"]["memory"].update(limit), stop)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +93,7 @@ def test_nothing_is_reserved_for_examples_that_have_not_come(
         allocate(handle, offset, length)
 
     monkeypatch.setattr(storage.os, "posix_fallocate", counted)
-    (tmp_path / "file").write_bytes(
-        changed("a-gem", lambda about, _: about["settings"]["memory"].update(limit))
-    )
+    (tmp_path / "file").write_bytes(limited_by(limit))
     given = {"where": "disk", "folder": tmp_path / "mine"} if place == "disk" else {"where": place}
     learner = OnePass.load(tmp_path / "file", net(), **given)
     assert learner.memory is not None
@@ -118,9 +110,7 @@ def test_nothing_is_reserved_for_examples_that_have_not_come(
 def test_nothing_is_reserved_by_a_file_that_was_saved_before_the_first_batch(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "file").write_bytes(
-        changed("a-gem", lambda about, _: about["settings"]["memory"].update(bytes=2**50), stop=0)
-    )
+    (tmp_path / "file").write_bytes(limited_by({"bytes": 2**50}, stop=0))
     learner = OnePass.load(tmp_path / "file", net())
     learner.observe(*classes(0, 0))
     assert learner.memory is not None
@@ -158,14 +148,12 @@ def test_examples_in_a_file_that_the_module_refuses_are_one_sentence(
 
     case = CASES["mega-1, two inputs"]
     (tmp_path / "file").write_bytes(changed("mega-1, two inputs", change))
-    learner = OnePass.load(
-        tmp_path / "file", case.build(), **({"watch": print} if when == "the end of a task" else {})
-    )
+    ends = when == "the end of a task"
+    learner = OnePass.load(tmp_path / "file", case.build(), **({"watch": print} if ends else {}))
     before = learner.segment, learner.batches
-    with pytest.raises(
-        InputError, match=r"refused examples of the memory .*forgetting cannot be measured"
-    ):
-        learner.end_task() if when == "the end of a task" else learner.report()
+    says = r"refused examples of the memory .*forgetting cannot be measured"
+    with pytest.raises(InputError, match=says):
+        learner.end_task() if ends else learner.report()
     assert (learner.segment, learner.batches) == before
 
 
@@ -192,9 +180,8 @@ def test_one_head_of_many_classes_takes_no_table_of_its_square() -> None:
 
 def test_the_module_given_is_left_alone_when_a_tied_file_is_refused(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
-    first = OnePass(
-        module, learning_rate=0.1
-    )  # which goes on although another one could not be loaded into its module
+    # It goes on although another one could not be loaded into its module.
+    first = OnePass(module, learning_rate=0.1)
     first.observe(*classes(0, 0))
     (tmp_path / "file").write_bytes(changed("a-gem", setting("memory/task", 0)))
     with pytest.raises(InputError):

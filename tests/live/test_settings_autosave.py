@@ -13,8 +13,6 @@ from tests.live.refused_calls import Rich, batch, check_sentence
 from tests.live.saved_cases import content_of
 from tests.live.saved_learners import MIDDLE, classes, net
 
-RATE = {"learning_rate": 0.1}
-
 
 def test_a_place_for_autosaves_that_cannot_be_written_is_refused_before_anything_is_learnt(
     tmp_path: Path,
@@ -31,10 +29,12 @@ def test_a_learner_that_is_refused_has_made_no_folder_for_autosaves(
 ) -> None:
     path, autosave = tmp_path / "altered", tmp_path / "two" / "folders" / "file"
     path.write_bytes(changed("a-gem", setting("memory/task", 0)))
-    with pytest.raises(InputError, match="no trainable parameters" if wrap else "was altered"):
-        OnePass(nn.ReLU(), **RATE, autosave=autosave) if wrap else OnePass.load(
-            path, net(), autosave=autosave
-        )
+    if wrap:
+        with pytest.raises(InputError, match="no trainable parameters"):
+            OnePass(nn.ReLU(), learning_rate=0.1, autosave=autosave)
+    else:
+        with pytest.raises(InputError, match="was altered"):
+            OnePass.load(path, net(), autosave=autosave)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -53,11 +53,10 @@ def test_a_folder_for_autosaves_is_made_before_anything_is_learnt(
 ) -> None:
     path, autosave = tmp_path / "saved", tmp_path / "two" / "folders" / "file"
     path.write_bytes(content_of("a-gem", MIDDLE))
-    learner = (
-        OnePass.load(path, net(), autosave=autosave)
-        if load
-        else OnePass(net(), **RATE, autosave=autosave)
-    )
+    if load:
+        learner = OnePass.load(path, net(), autosave=autosave)
+    else:
+        learner = OnePass(net(), learning_rate=0.1, autosave=autosave)
     assert autosave.parent.is_dir()
     learner.observe(*classes(1, 1))
     assert autosave.is_file()

@@ -21,9 +21,8 @@ from tests.toys import FEATURES, Dropped, Normed, small_net
 def test_reports_come_every_so_many_batches_to_everybody() -> None:
     one: list[Report] = []
     other: list[Report] = []
-    learner = OnePass(
-        small_net(CLASSES), learning_rate=0.1, watch=[one.append, other.append], watch_every=4
-    )
+    watches = [one.append, other.append]
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=watches, watch_every=4)
     for x, y in stream(11):
         learner.observe(x, y)
     assert [report["step"] for report in one] == [4, 8]
@@ -34,14 +33,8 @@ def test_reports_come_every_so_many_batches_to_everybody() -> None:
 
 def test_a_report_of_nothing_says_nothing() -> None:
     report = OnePass(small_net(), learning_rate=0.1).report()
-    empty = dict.fromkeys(KEYS) | {
-        "step": 0,
-        "task": 0,
-        "violations": 0,
-        "forgetting_by_task": {},
-        "memory": {},
-        "memory_bytes": 0,
-    }
+    empty = dict.fromkeys(KEYS) | {"forgetting_by_task": {}, "memory": {}}
+    empty |= {"step": 0, "task": 0, "violations": 0, "memory_bytes": 0}
     assert report == empty
     assert OnePass(small_net(), "van", learning_rate=0.1).report() == empty | {"violations": None}
 
@@ -72,9 +65,8 @@ def test_the_accuracy_of_a_task_with_a_head_is_that_among_its_classes() -> None:
     with torch.no_grad():
         module[2].bias[:2] += 10  # type: ignore[index]
     reports: list[Report] = []
-    learner = OnePass(
-        module, learning_rate=0.1, tasks=[[0, 1], [2, 3]], watch=reports.append, watch_every=1
-    )
+    watch: dict[str, Any] = {"watch": reports.append, "watch_every": 1}
+    learner = OnePass(module, learning_rate=0.1, tasks=[[0, 1], [2, 3]], **watch)
     for x, y in stream(5, classes=range(2, 4)):
         expected = right(nn.Sequential(copy.deepcopy(module), nn.ZeroPad1d((-2, 0))), x, y - 2)
         learner.observe(x, y, task=1)
@@ -82,62 +74,52 @@ def test_the_accuracy_of_a_task_with_a_head_is_that_among_its_classes() -> None:
     assert any(report["accuracy"] > 0 for report in reports)
 
 
+def watched(module: nn.Module, method: str, reports: list[Report], every: int = 1) -> OnePass:
+    memory = Memory(per_task=20)
+    watch: dict[str, Any] = {"watch": reports.append, "watch_every": every}
+    return OnePass(module, method, learning_rate=0.1, memory=memory, **watch)
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return float(torch.cosine_similarity(one, other, dim=0))
+
+
 @pytest.mark.parametrize("method", ["a-gem", "mega-1", "mega-2", "s-gem"])
 def test_the_cosine_is_that_between_gradient_and_reference_gradient(method: str) -> None:
     module = small_net(CLASSES)
     reports: list[Report] = []
-    learner = OnePass(
-        module,
-        method,
-        learning_rate=0.1,
-        memory=Memory(per_task=20),
-        watch=reports.append,
-        watch_every=1,
-    )
+    learner = watched(module, method, reports)
     for x, y in stream():
         learner.observe(x, y)
     assert all(report["cosine"] is None for report in reports)
     learner.end_task()
     for x, y in stream(6, seed=1):
-        expected = torch.cosine_similarity(
-            gradient(module, x, 3 - y), gradient(module, *remembered(learner, 0)), dim=0
-        )
+        past = gradient(module, *remembered(learner, 0))
+        expected = cosine(gradient(module, x, 3 - y), past)
         learner.observe(x, 3 - y)
-        assert reports[-1]["cosine"] == pytest.approx(float(expected), abs=1e-4)
+        assert reports[-1]["cosine"] == pytest.approx(expected, abs=1e-4)
     assert min(report["cosine"] for report in reports[6:]) < 0
 
 
 def test_the_cosine_is_the_smallest_where_there_are_several() -> None:
     module = small_net(CLASSES)
     reports: list[Report] = []
-    learner = OnePass(
-        module,
-        "gem",
-        learning_rate=0.1,
-        memory=Memory(per_task=20),
-        watch=reports.append,
-        watch_every=1,
-    )
+    learner = watched(module, "gem", reports)
     for task in range(3):
         for x, y in stream(4, seed=task):
             y = (y + task) % CLASSES
             past = [gradient(module, *remembered(learner, k)) for k in range(task)]
-            expected = [
-                float(torch.cosine_similarity(gradient(module, x, y), g, dim=0)) for g in past
-            ]
+            found = [cosine(gradient(module, x, y), g) for g in past]
+            expected = pytest.approx(min(found), abs=1e-4) if found else None
             learner.observe(x, y)
-            assert reports[-1]["cosine"] == (
-                pytest.approx(min(expected), abs=1e-4) if expected else None
-            )
+            assert reports[-1]["cosine"] == expected
         learner.end_task()
 
 
 def test_every_report_has_the_cosine_of_its_own_step() -> None:
     module = small_net(CLASSES)
     reports: list[Report] = []
-    learner = OnePass(
-        module, learning_rate=0.1, memory=Memory(per_task=20), watch=reports.append, watch_every=5
-    )
+    learner = watched(module, "a-gem", reports, every=5)
     for x, y in stream(7):
         learner.observe(x, y)
     learner.end_task()
@@ -145,12 +127,10 @@ def test_every_report_has_the_cosine_of_its_own_step() -> None:
     for x, y in stream(8, seed=1):
         g, reference = gradient(module, x, y), gradient(module, *remembered(learner, 0))
         learner.observe(x, y)
-        expected[learner.steps] = float(torch.cosine_similarity(g, reference, dim=0))
-    assert [report["cosine"] for report in reports] == [
-        None,
-        pytest.approx(expected[10], abs=1e-4),
-        pytest.approx(expected[15], abs=1e-4),
-    ]
+        expected[learner.steps] = cosine(g, reference)
+    first, *later = [report["cosine"] for report in reports]
+    assert first is None
+    assert later == pytest.approx([expected[10], expected[15]], abs=1e-4)
 
 
 def test_a_loaded_learner_reports_as_the_saved_one_would_have(tmp_path: Path) -> None:
@@ -186,12 +166,8 @@ def test_the_memory_is_counted_by_task() -> None:
 
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
 def test_without_tasks_the_memory_is_counted_by_class(policy: Any) -> None:
-    learner = OnePass(
-        small_net(CLASSES),
-        learning_rate=0.1,
-        task_free=True,
-        memory=Memory(examples=1000, policy=policy),
-    )
+    memory = Memory(examples=1000, policy=policy)
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, task_free=True, memory=memory)
     data = stream()
     for x, y in data:
         learner.observe(x, y)
@@ -207,15 +183,9 @@ def test_violations_are_those_of_the_learner() -> None:
     learner.end_task()
     for x, y in stream(20, seed=1):
         learner.observe(x, 3 - y)
-    assert [report["violations"] for report in reports[:21]] == [0] * 20 + [
-        reports[20]["violations"]
-    ]
-    assert (
-        sum(report["cosine"] < 0 for report in reports[20:])
-        == learner.violations
-        == reports[-1]["violations"]
-        > 0
-    )
+    assert all(report["violations"] == 0 for report in reports[:20])
+    conflicts = sum(report["cosine"] < 0 for report in reports[20:])
+    assert conflicts == learner.violations == reports[-1]["violations"] > 0
 
 
 def test_a_refused_batch_does_not_change_the_report() -> None:
@@ -225,9 +195,11 @@ def test_a_refused_batch_does_not_change_the_report() -> None:
     learner.end_task()
     for x, y in stream(seed=1):
         learner.observe(x, y)
-    learner.module.fc.register_forward_hook(
-        lambda module, _, outputs: outputs * torch.nan if module.training else outputs
-    )  # type: ignore[union-attr,operator]
+
+    def spoil(module: nn.Module, _: object, outputs: Tensor) -> Tensor:
+        return outputs * torch.nan if module.training else outputs
+
+    learner.module.get_submodule("fc").register_forward_hook(spoil)
     before = learner.report()
     assert before["cosine"] is not None
     with pytest.raises(InputError):
@@ -267,9 +239,8 @@ def test_an_error_of_a_watch_says_that_the_batch_was_learnt() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=careless, watch_every=2)
     x, y = stream()[0]
     learner.observe(x, y)
-    with pytest.raises(
-        LearntError, match=r"^the batch was learnt, and then something failed \(of my own\): "
-    ) as caught:
+    says = r"^the batch was learnt, and then something failed \(of my own\): "
+    with pytest.raises(LearntError, match=says) as caught:
         learner.observe(x, y)
     assert isinstance(caught.value.__cause__, LookupError)
     assert not isinstance(caught.value, InputError)
@@ -287,13 +258,12 @@ def test_an_error_of_a_watch_says_that_the_batch_was_learnt() -> None:
 def test_watching_changes_nothing_in_what_is_learnt(
     build: Callable[[], nn.Module], method: str
 ) -> None:
-    watched, alone = build(), build()
-    alone.load_state_dict(watched.state_dict())
+    seen, alone = build(), build()
+    alone.load_state_dict(seen.state_dict())
     reports: list[Report] = []
     tasks = {"tasks": [[0, 1], range(2, 8)]} if method == "icarl" else {}
-    learner = OnePass(
-        watched, method, learning_rate=0.1, watch=reports.append, watch_every=2, **tasks
-    )
+    watch: dict[str, Any] = {"watch": reports.append, "watch_every": 2}
+    learner = OnePass(seen, method, learning_rate=0.1, **watch, **tasks)
     other = OnePass(alone, method, learning_rate=0.1, **tasks)
     rng_state = torch.get_rng_state()
     for task in range(2):
@@ -305,7 +275,7 @@ def test_watching_changes_nothing_in_what_is_learnt(
             one.end_task(again=data if one.learner.needs_review else None)
     assert torch.equal(rng_state, torch.get_rng_state())
     assert len(reports) == 5
-    mine, its = watched.state_dict(), alone.state_dict()
+    mine, its = seen.state_dict(), alone.state_dict()
     assert all(torch.equal(mine[name], its[name]) for name in mine)
     assert learner.violations == other.violations
 

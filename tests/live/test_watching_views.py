@@ -18,35 +18,27 @@ def test_tensorboard_is_given_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reports: list[Report] = []
-    board = TensorBoard(tmp_path / "events")
-    learner = OnePass(
-        small_net(CLASSES), learning_rate=0.1, watch=[board, reports.append], watch_every=2
-    )
+    watches = [TensorBoard(tmp_path / "events"), reports.append]
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=watches, watch_every=2)
     for task in range(2):
         for x, y in stream(seed=task):
             learner.observe(x, y)
         learner.end_task()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == set(KEYS) - {"step", "memory", "forgetting_by_task"} | {
-        "memory/0",
-        "memory/1",
-        "forgetting_by_task/0",
-    }
+    single = set(KEYS) - {"step", "memory", "forgetting_by_task"}
+    parts = {"memory/0", "memory/1", "forgetting_by_task/0"}
+    assert set(events.Tags()["scalars"]) == single | parts
     for tag in ("task", "loss", "accuracy", "violations", "memory_bytes", "milliseconds"):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
         assert found == [(report["step"], pytest.approx(report[tag])) for report in reports]
     for tag in ("cosine", "forgetting"):
-        known = [
-            (report["step"], pytest.approx(report[tag]))
-            for report in reports
-            if report[tag] is not None
-        ]
+        told = [report for report in reports if report[tag] is not None]
+        known = [(report["step"], pytest.approx(report[tag])) for report in told]
         assert known
         assert [(event.step, event.value) for event in events.Scalars(tag)] == known
-    assert [event.value for event in events.Scalars("memory/1")] == [
-        report["memory"][1] for report in reports if 1 in report["memory"]
-    ]
+    of_task = [report["memory"][1] for report in reports if 1 in report["memory"]]
+    assert [event.value for event in events.Scalars("memory/1")] == of_task
 
 
 def test_tensorboard_without_its_package_is_one_sentence(
@@ -59,9 +51,8 @@ def test_tensorboard_without_its_package_is_one_sentence(
 
 
 def test_tensorboard_writes_to_no_place_that_was_not_named() -> None:
-    with pytest.raises(
-        InputError, match="the folder of events is empty: give the path of a folder"
-    ):
+    says = "the folder of events is empty: give the path of a folder"
+    with pytest.raises(InputError, match=says):
         TensorBoard("")
 
 
@@ -69,9 +60,8 @@ def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> Non
     console = Console(file=io.StringIO(), force_terminal=True, width=150, height=40)
     reports: list[Report] = []
     with LiveView(console, rows=3) as view:
-        learner = OnePass(
-            small_net(CLASSES), learning_rate=0.1, watch=[view, reports.append], watch_every=2
-        )
+        watches = [view, reports.append]
+        learner = OnePass(small_net(CLASSES), learning_rate=0.1, watch=watches, watch_every=2)
         for task in range(2):
             for x, y in stream(10, seed=task):
                 learner.observe(x, y)
@@ -83,11 +73,8 @@ def test_the_live_view_shows_the_last_reports_and_gives_the_screen_back() -> Non
     last = shown[shown.rindex("┏") :]
     for name in KEYS:
         assert (name.replace("_", " ") in last) == (name != "forgetting_by_task")
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in last.splitlines()
-        if line.startswith("│")
-    ]
+    lines = [line for line in last.splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
     assert [row[0] for row in rows] == [str(report["step"]) for report in reports[-3:]]
     assert [row[2] for row in rows] == [f"{report['loss']:.3g}" for report in reports[-3:]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onepass import Memory, OnePass
@@ -18,9 +18,8 @@ from tests.toys import FEATURES, Normed, small_net
 @pytest.mark.parametrize("method", ["van", "a-gem"])
 def test_only_the_outputs_of_the_task_learn(method: str) -> None:
     module = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6))
-    learner = OnePass(
-        module, method, learning_rate=0.1, tasks={"a": [0, 1], "b": [2, 3], "c": [4, 5]}
-    )
+    tasks = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+    learner = OnePass(module, method, learning_rate=0.1, tasks=tasks)
     before = copy.deepcopy(module[2].state_dict())
     for x, y in stream(classes=range(2, 4)):
         learner.observe(x, y, task="b")
@@ -35,21 +34,20 @@ def test_a_task_with_a_head_is_the_plain_loop_on_its_outputs() -> None:
     learner = OnePass(module, "van", learning_rate=0.1, tasks=[[0, 1], [2, 3, 4]])
     data = stream(classes=range(2, 5))
     losses = [learner.observe(x, y, task=1) for x, y in data]
-    expected = plainly(
-        twin, sgd(twin.parameters()), data, lambda outputs, y: cross_entropy(outputs[:, 2:5], y - 2)
-    )
+
+    def own(outputs: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(outputs[:, 2:5], y - 2)
+
+    expected = plainly(twin, sgd(twin.parameters()), data, own)
     assert losses == pytest.approx(expected, rel=1e-6)
-    assert all(
-        torch.allclose(a, b, atol=1e-6)
-        for a, b in zip(module.parameters(), twin.parameters(), strict=True)
-    )
+    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", LIVE)
 def test_an_answer_for_a_task_is_one_of_its_classes(method: str) -> None:
-    learner = OnePass(
-        small_net(6), method, learning_rate=0.1, tasks={"a": [0, 1], "b": [4, 2], "c": [5, 3]}
-    )
+    tasks = {"a": [0, 1], "b": [4, 2], "c": [5, 3]}
+    learner = OnePass(small_net(6), method, learning_rate=0.1, tasks=tasks)
     for name, classes in (("a", [0, 1]), ("b", [4, 2])):
         data = [(x, torch.tensor(classes)[y]) for x, y in stream(classes=range(2))]
         for x, y in data:
@@ -72,19 +70,14 @@ def test_a_module_may_have_more_outputs_than_the_tasks_have_classes(method: str)
             learner.observe(x, y)
         learner.end_task(again=data if learner.learner.needs_review else None)
     assert set(learner.predict(x, task=1).tolist()) <= {2, 3}
-    assert all(
-        torch.equal(value[4:], before[name][4:]) for name, value in module[2].state_dict().items()
-    )  # type: ignore[index]
+    for name, value in module[2].state_dict().items():  # type: ignore[index]
+        assert torch.equal(value[4:], before[name][4:])
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
 def test_every_policy_goes_with_heads(policy: Any) -> None:
-    learner = OnePass(
-        small_net(CLASSES),
-        learning_rate=0.1,
-        tasks=[[0, 1], [2, 3]],
-        memory=Memory(per_task=10, policy=policy),
-    )
+    memory, tasks = Memory(per_task=10, policy=policy), [[0, 1], [2, 3]]
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, tasks=tasks, memory=memory)
     for classes in (range(2), range(2, 4)):
         for x, y in stream(classes=classes):
             learner.observe(x, y)

@@ -1,4 +1,4 @@
-"""Chance, answers, A-GEM, heads, precision and places."""
+"""What a learner predicts, what it draws, and the steps that it takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.live.modules import (
 )
 from tests.toys import FEATURES, Asking, Dropped, Normed, small_net
 
-# ---- chance
+# ---- random numbers
 
 
 @pytest.mark.parametrize("build", [Dropped, lambda: Attending(0.3)], ids=["dropout", "transformer"])
@@ -60,10 +60,12 @@ class Noisy(nn.Module):
         return out
 
 
+def attending() -> nn.Module:
+    return Attending(0.3)
+
+
 @pytest.mark.parametrize(
-    "build",
-    [Normed, Dropped, lambda: Attending(0.3), Noisy, spectral],
-    ids=["Normed", "Dropped", "Attending", "Noisy", "spectral"],
+    "build", [Normed, Dropped, attending, Noisy, spectral], ids=lambda build: build.__name__
 )
 def test_questions_change_nothing(build: Callable[[], nn.Module]) -> None:
     module = build()
@@ -74,11 +76,8 @@ def test_questions_change_nothing(build: Callable[[], nn.Module]) -> None:
         module.train(mode)
         next(iter(module.children())).train(not mode)
         modes = [part.training for part in module.modules()]
-        before, rng_state, given = (
-            copy.deepcopy(module.state_dict()),
-            torch.get_rng_state(),
-            x.clone(),
-        )
+        before, given = copy.deepcopy(module.state_dict()), x.clone()
+        rng_state = torch.get_rng_state()
         learner.predict(x)
         learner.scores(x)
         learner.report()
@@ -150,9 +149,8 @@ def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memor
     optimizer.param_groups[0]["lr"] = rate
     corrected = 0
     for x, y in [*contrary(20, 1), *contrary(10, 0)]:
-        past = learner.memory.take(
-            torch.tensor(sorted(learner.memory._visible))
-        )  # all of it is drawn, since it is smaller than a reference batch
+        # All of it is drawn, since it is smaller than a reference batch.
+        past = learner.memory.take(torch.tensor(sorted(learner.memory._visible)))
         reference, g = gradient(module, past.x[0], past.slots[0]), gradient(module, x, y)
         product = float(g @ reference)
         expected = g - product / float(reference @ reference) * reference if product < 0 else g
@@ -161,9 +159,8 @@ def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memor
         corrected += product < 0
         step = before - flat(module)
         assert torch.allclose(step, rate * expected, atol=1e-6)
-        assert float(step @ reference) >= -1e-7 * float(
-            reference.norm()
-        )  # a step is a difference of rounded numbers
+        # A step is a difference of rounded numbers.
+        assert float(step @ reference) >= -1e-7 * float(reference.norm())
         assert cross_entropy(module(past.x[0]), past.slots[0]).item() <= loss + 1e-5
     assert 5 < corrected < 30
     assert learner.violations == corrected
@@ -173,18 +170,14 @@ def test_a_gem_remembers_what_van_forgets() -> None:
     right = {}
     for method in ("van", "a-gem"):
         torch.manual_seed(1)
-        learner = OnePass(
-            nn.Sequential(nn.Linear(FEATURES, 20), nn.ReLU(), nn.Linear(20, 2)),
-            method,
-            learning_rate=0.1,
-        )
+        module = nn.Sequential(nn.Linear(FEATURES, 20), nn.ReLU(), nn.Linear(20, 2))
+        learner = OnePass(module, method, learning_rate=0.1)
         for task in range(2):
             for x, y in contrary(150, task):
                 learner.observe(x, y)
             learner.end_task()
-        right[method] = (
-            sum((learner.predict(x) == y).float().mean().item() for x, y in contrary(150, 0)) / 150
-        )
+        shares = [(learner.predict(x) == y).float().mean().item() for x, y in contrary(150, 0)]
+        right[method] = sum(shares) / 150
     assert right["a-gem"] > right["van"] + 0.1
 
 
@@ -235,10 +228,8 @@ def test_where_the_memory_lies_makes_no_difference(method: str, where: Any, tmp_
     module = Normed()
     twin = copy.deepcopy(module)
     elsewhere = Memory(per_task=12, where=where, folder=tmp_path if where == "disk" else None)
-    learner, other = (
-        OnePass(module, method, learning_rate=0.1, memory=elsewhere),
-        OnePass(twin, method, learning_rate=0.1, memory=Memory(per_task=12)),
-    )
+    learner = OnePass(module, method, learning_rate=0.1, memory=elsewhere)
+    other = OnePass(twin, method, learning_rate=0.1, memory=Memory(per_task=12))
     for task in range(3):
         for x, y in stream(seed=task):
             assert learner.observe(x, y) == other.observe(x, y)
@@ -288,18 +279,17 @@ def test_a_batch_may_be_overwritten_afterwards() -> None:
 
 def test_counters_count() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1)
-    assert (learner.steps, learner.violations, learner.segment, learner.batches, learner.task) == (
-        0,
-        0,
-        0,
-        0,
-        None,
-    )
+
+    def counted() -> tuple[object, ...]:
+        return learner.steps, learner.segment, learner.batches, learner.task
+
+    assert learner.violations == 0
+    assert counted() == (0, 0, 0, None)
     for x, y in stream(3):
         learner.observe(x, y, task="a")
-    assert (learner.steps, learner.segment, learner.batches, learner.task) == (3, 0, 3, "a")
+    assert counted() == (3, 0, 3, "a")
     learner.observe(x, y, task="b")
-    assert (learner.steps, learner.segment, learner.batches, learner.task) == (4, 1, 1, "b")
+    assert counted() == (4, 1, 1, "b")
     learner.end_task()
-    assert (learner.steps, learner.segment, learner.batches, learner.task) == (4, 2, 0, None)
+    assert counted() == (4, 2, 0, None)
     assert OnePass(small_net(), "van", learning_rate=0.1).violations is None
