@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from onepass import OnePassClassifier
 from onepass.learners import METHODS
+from tests.live.modules import LIVE
 
-STREAMING = [
-    name
-    for name, m in METHODS.items()
-    if not (m.joined or m.learner.own_network or m.learner.needs_own_classes)
-]
+STREAMING = [name for name in LIVE if not METHODS[name].learner.needs_own_classes]
 
 
 def blobs(classes: int = 4, rows: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -36,12 +33,8 @@ class Odd(nn.Module):
 
     def __init__(self, features: int = 5, classes: int = 2) -> None:
         super().__init__()
-        self.body, self.norm, self.drop, self.head = (
-            nn.Linear(features, 16),
-            nn.BatchNorm1d(16),
-            nn.Dropout(0.3),
-            nn.Linear(16, classes),
-        )
+        self.body, self.norm = nn.Linear(features, 16), nn.BatchNorm1d(16)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.drop(torch.relu(self.norm(self.body(x)))))

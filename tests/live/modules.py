@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,12 @@ def stream(
     batches: int = 6, size: int = 8, classes: range = range(CLASSES), seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(size, FEATURES, generator=generator),
-            torch.randint(classes.start, classes.stop, (size,), generator=generator),
-        )
-        for _ in range(batches)
-    ]
+
+    def batch() -> tuple[Tensor, Tensor]:
+        x = torch.randn(size, FEATURES, generator=generator)
+        return x, torch.randint(classes.start, classes.stop, (size,), generator=generator)
+
+    return [batch() for _ in range(batches)]
 
 
 def plainly(
@@ -41,18 +41,15 @@ def plainly(
     data: Sequence[Pair],
     loss: Callable[..., Tensor] = cross_entropy,
 ) -> list[float]:
-    """The loop that everybody writes; the losses before the steps."""
+    """The plain training loop; returns the losses before the steps."""
     losses = []
     for x, y in data:
         module.train()
         optimizer.zero_grad()
-        outputs = (
-            module(**x)
-            if isinstance(x, dict)
-            else module(*x)
-            if isinstance(x, tuple)
-            else module(x)
-        )
+        if isinstance(x, dict):
+            outputs = module(**x)
+        else:
+            outputs = module(*x) if isinstance(x, tuple) else module(x)
         value = loss(outputs, y)
         value.backward()
         optimizer.step()
@@ -66,11 +63,10 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Equal up to rounding: on some CPUs the last bits of a product depend on where its factors lie in memory."""
+    """Equal up to rounding: the last bits of a product may depend on where its factors lie."""
     a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(
-        torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6) for name in a
-    )
+    close = partial(torch.allclose, rtol=1e-5, atol=1e-6)
+    return a.keys() == b.keys() and all(close(a[name], b[name]) for name in a)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -83,10 +79,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = (
-            nn.LSTM(3, 5, 2, batch_first=True, bidirectional=True),
-            nn.Linear(10, CLASSES),
-        )
+        self.lstm = nn.LSTM(3, 5, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.lstm(x.unflatten(1, (2, 3)))[0][:, -1])
@@ -97,11 +91,9 @@ class Attending(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True)
-        self.lift, self.encoder, self.head = (
-            nn.Linear(1, 4),
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            nn.Linear(4, CLASSES),
-        )
+        self.lift = nn.Linear(1, 4)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.encoder(self.lift(x[:, :, None])).mean(1))
@@ -123,11 +115,8 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.passes = (
-            nn.Linear(FEATURES, CLASSES),
-            nn.Linear(FEATURES, CLASSES),
-            0,
-        )
+        self.one, self.two = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+        self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
@@ -148,7 +137,7 @@ class Half(nn.Module):
 
 
 class Flat(nn.Module):
-    """A part of it has a gradient that is zero, which is not the same as none: weight decay goes on."""
+    """A part of it has a gradient of zero, which is not the same as none: weight decay goes on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,10 +153,8 @@ class Saving(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = (
-            nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh()),
-            nn.Linear(5, CLASSES),
-        )
+        self.body = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh())
+        self.head = nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
@@ -175,54 +162,30 @@ class Saving(nn.Module):
 
 
 def normed_weights() -> nn.Module:
-    return nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 5)),
-        nn.Tanh(),
-        nn.Linear(5, CLASSES),
-    )
+    body = nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 5))
+    return nn.Sequential(body, nn.Tanh(), nn.Linear(5, CLASSES))
 
 
 def spectral() -> nn.Module:
-    return nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, 5)),
-        nn.Tanh(),
-        nn.Linear(5, CLASSES),
-    )
+    body = nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, 5))
+    return nn.Sequential(body, nn.Tanh(), nn.Linear(5, CLASSES))
 
 
 def partly_frozen() -> nn.Module:
-    module = nn.Sequential(
-        nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, CLASSES)
-    )
-    module[2].requires_grad_(False)
-    return module
+    frozen = nn.Linear(5, 5).requires_grad_(False)
+    body = nn.Linear(FEATURES, 5)
+    return nn.Sequential(body, nn.Tanh(), frozen, nn.Tanh(), nn.Linear(5, CLASSES))
 
 
 def pure() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, FEATURES)),
-        nn.Conv1d(1, 3, 3, padding=1),
-        nn.LeakyReLU(),
-        nn.Flatten(),
-        nn.Linear(3 * FEATURES, CLASSES),
-    )
+    lift, body = nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 3, 3, padding=1)
+    head = nn.Linear(3 * FEATURES, CLASSES)
+    return nn.Sequential(lift, body, nn.LeakyReLU(), nn.Flatten(), head)
 
 
 MODULES: list[Callable[[], nn.Module]] = [
-    small_net,
-    Normed,
-    Tied,
-    Asking,
-    Reader,
-    Attending,
-    Seeing,
-    Counting,
-    Half,
-    Saving,
-    normed_weights,
-    spectral,
-    partly_frozen,
-    pure,
+    *(small_net, Normed, Tied, Asking, Reader, Attending, Seeing, Counting, Half, Saving),
+    *(normed_weights, spectral, partly_frozen, pure),
 ]
 
 

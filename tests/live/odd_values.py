@@ -20,7 +20,7 @@ class Unequal:
 
 
 class Unseen:
-    """It can be neither shown nor judged."""
+    """It can be neither shown nor tested for truth."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no repr")

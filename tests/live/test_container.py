@@ -67,7 +67,7 @@ def test_the_values_of_a_header_are_counted_however_they_are_written(
     del inner, header
 
     def load() -> list[str]:
-        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError)]
+        return [outcome(lambda: OnePass.load(tmp_path / "file", module), InputError, seconds=60)]
 
     assert in_a_process(load, 600 * 2**20) == ["refused"]
 

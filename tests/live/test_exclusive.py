@@ -1,4 +1,4 @@
-"""Threads that ask while a learner learns: consistent answers, and learning as if nobody had asked."""
+"""Threads that ask while a learner learns: consistent predictions, and learning as if alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from onepass import InputError, LearntError, Memory, OnePass
 from onepass.live.exclusive import Exclusive
 from onepass.live.saving import packed
 from tests.live.asking import asking, until
-from tests.live.modules import CLASSES
+from tests.live.modules import CLASSES, equal
 from tests.toys import FEATURES, Normed, small_net
 
 
@@ -27,13 +28,8 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(FEATURES, 16),
-            nn.BatchNorm1d(16),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.Linear(16, CLASSES),
-        )
+        body = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3)
+        self.layers = nn.Sequential(*body, nn.Linear(16, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
@@ -47,26 +43,30 @@ def learn(
     torch.manual_seed(1)
     for _ in range(tasks):
         for _ in range(batches):
-            learner.observe(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,)))
+            learner.observe(*a_batch())
         learner.end_task()
     until(least)
 
 
+BUILDS = {"dropout": Noisy, "batch-norm": Normed, "plain": partial(small_net, CLASSES)}
+
+
+def a_batch() -> tuple[Tensor, Tensor]:
+    """From torch's own generator."""
+    return torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+
+
 @pytest.mark.parametrize("method", ["a-gem", "er", "pi", "gem"])
-@pytest.mark.parametrize(
-    "build", [Noisy, Normed, lambda: small_net(CLASSES)], ids=["dropout", "batch-norm", "plain"]
-)
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_what_is_learnt_does_not_depend_on_being_asked(
     build: Callable[[], nn.Module], method: str
 ) -> None:
     asked, alone = build(), build()
     alone.load_state_dict(asked.state_dict())
-    learners = [
-        OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=20))
-        for module in (asked, alone)
-    ]
+    plan = Memory(per_task=20)
+    learners = [OnePass(m, method, learning_rate=0.1, memory=plan) for m in (asked, alone)]
     x = torch.randn(5, FEATURES)
-    first = torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+    first = a_batch()
     for learner in learners:
         learner.observe(*first)
     with asking(lambda: (learners[0].predict(x), learners[0].scores(x))) as counts:
@@ -130,21 +130,16 @@ def test_reports_files_and_exports_of_another_thread_are_whole(tmp_path: Path) -
         assert OnePass.load(name, copy.deepcopy(template)).steps > 0
         assert learner.violations is not None
 
-    torch.manual_seed(0)
-    learner.observe(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,)))
-    torch.manual_seed(0)
-    alone.observe(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,)))
-    data = [(torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))) for _ in range(30)]
+    first, *data = [a_batch() for _ in range(31)]
+    learner.observe(*first)
+    alone.observe(*first)
     with asking(everything, threads=2) as counts:
         for x, y in data:
             learner.observe(x, y)
         until(lambda: min(counts) >= 2)
     for x, y in data:
         alone.observe(x, y)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(module.state_dict().values(), twin.state_dict().values(), strict=True)
-    )
+    assert equal(module, twin)
 
 
 def the_second(report: dict[str, Any]) -> None:
@@ -294,14 +289,11 @@ def test_two_learners_that_ask_each_other_do_not_wait_for_ever() -> None:
             refusals.append(error)
 
     for other in (1, 0):
-        learners.append(
-            OnePass(small_net(CLASSES), learning_rate=0.1, watch=asking_the(other), watch_every=2)
-        )
+        watch: dict[str, Any] = {"watch": asking_the(other), "watch_every": 2}
+        learners.append(OnePass(small_net(CLASSES), learning_rate=0.1, **watch))
         learn_once(learners[-1])
     refusals: list[LearntError] = []
-    threads = [
-        threading.Thread(target=learn_once, args=[learner], daemon=True) for learner in learners
-    ]
+    threads = [threading.Thread(target=learn_once, args=[one], daemon=True) for one in learners]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -317,9 +309,8 @@ def test_two_learners_that_ask_each_other_do_not_wait_for_ever() -> None:
 def test_a_million_answers_change_nothing_and_none_fails() -> None:
     asked, alone = Noisy(), Noisy()
     alone.load_state_dict(asked.state_dict())
-    learner, other = (
-        OnePass(m, learning_rate=0.05, memory=Memory(per_task=50)) for m in (asked, alone)
-    )
+    plan = Memory(per_task=50)
+    learner, other = (OnePass(m, learning_rate=0.05, memory=plan) for m in (asked, alone))
     x = torch.randn(20, FEATURES)
     wanted, batches = 1_000_000 // len(x), 0
     torch.manual_seed(3)
@@ -341,6 +332,5 @@ def test_a_million_answers_change_nothing_and_none_fails() -> None:
     for number in range(batches + 1):
         step(other, number)
     assert packed(learner) == packed(other)
-    print(
-        f"{sum(counts) * len(x)} answers in {sum(counts)} calls beside {batches} batches, {seconds:.0f} s"
-    )
+    calls = sum(counts)
+    print(f"{calls * len(x)} predictions in {calls} calls, {batches} batches, {seconds:.0f} s")

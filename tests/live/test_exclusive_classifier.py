@@ -16,11 +16,8 @@ from tests.toys import FEATURES
 def rows(labels: range, count: int = 40) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(labels.start)
     y = torch.randint(labels.start, labels.stop, (count,), generator=generator)
-    x = (
-        torch.randn(count, FEATURES, generator=generator) / 9
-        + nn.functional.one_hot(y, 10)[:, :FEATURES] * 3
-    )
-    return x.numpy(), y.numpy()
+    noise = torch.randn(count, FEATURES, generator=generator) / 9
+    return (noise + nn.functional.one_hot(y, 10)[:, :FEATURES] * 3).numpy(), y.numpy()
 
 
 def test_a_classifier_answers_with_its_classes_while_new_ones_come_and_while_it_is_fitted() -> None:

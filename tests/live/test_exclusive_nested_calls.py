@@ -1,4 +1,4 @@
-"""The user's own code runs inside a change of the learner: no other change begins there, and nothing half-made is saved."""
+"""Where the user's own code runs inside a call, no other change begins and nothing is saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New classes enlarge the head in the middle of a stream: what was there stays as it was, in the module, the optimizer and the method."""
+"""New classes enlarge the head in the middle of a stream: what was there stays as it was."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What the optimizer does not have is not trained, and takes no part in projections and penalties."""
+"""What the optimizer lacks is not trained, and takes no part in projections and penalties."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.toys import FEATURES
 
 
 class Two(nn.Module):
-    """A body and a head; the plain body is in the middle, so that it is not first in the order of parameters."""
+    """The body is in the middle, so that it is not first in the order of parameters."""
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
@@ -31,21 +32,16 @@ class Two(nn.Module):
 
 
 def part(module: Two, momentum: bool = True) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        [*module.first.parameters(), *module.head.parameters()], lr=0.1, momentum=0.9 * momentum
-    )
+    parameters = [*module.first.parameters(), *module.head.parameters()]
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 * momentum)
 
 
 def learnt(method: str, frozen: bool, **settings: Any) -> OnePass:
     torch.manual_seed(0)
     module = Two(frozen)
-    learner = OnePass(
-        module,
-        method,
-        optimizer=part(module),
-        **({"tasks": [[0, 1], [2, 3]]} if method == "icarl" else {}),
-        **settings,
-    )
+    if method == "icarl":
+        settings["tasks"] = [[0, 1], [2, 3]]
+    learner = OnePass(module, method, optimizer=part(module), **settings)
     for task in range(2):
         data = [batch(seed=10 * task + s, classes=range(2 * task, 2 * task + 2)) for s in range(4)]
         for x, y in data:
@@ -63,6 +59,10 @@ def test_a_part_that_the_optimizer_lacks_is_as_good_as_frozen(method: str) -> No
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
 def test_the_projection_is_that_of_the_trained_part_alone() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, CLASSES))
@@ -72,19 +72,16 @@ def test_the_projection_is_that_of_the_trained_part_alone() -> None:
     learner.end_task()
     other = batch(seed=1, classes=range(2, 4))
     trained = list(module[2].parameters())
-    g, g_ref = (
-        torch.cat(
-            [
-                p.reshape(-1)
-                for p in torch.autograd.grad(nn.functional.cross_entropy(module(a), b), trained)
-            ]
-        )
-        for a, b in (other, (x, y))
-    )
+
+    def gradient(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(module(x), y)
+        return flat(torch.autograd.grad(loss, trained))
+
+    g, g_ref = gradient(*other), gradient(x, y)
     assert g @ g_ref < 0
-    before = torch.cat([p.detach().reshape(-1) for p in trained])
+    before = flat(trained)
     learner.observe(*other)
-    after = torch.cat([p.detach().reshape(-1) for p in trained])
+    after = flat(trained)
     torch.testing.assert_close(after, before - 0.1 * (g - (g @ g_ref) / (g_ref @ g_ref) * g_ref))
 
 
@@ -118,19 +115,20 @@ def test_the_first_step_of_a_grown_head_moves_its_new_outputs() -> None:
     learner.observe(x, y)
     seen: list[Tensor] = []
     original = learner.fleet._apply
-    learner.fleet._apply = lambda direction: (
-        seen.append(module.head.weight.detach().clone()),
-        original(direction),
-    )[1]  # type: ignore[method-assign, func-returns-value]
+
+    def apply(direction: Tensor) -> None:
+        seen.append(module.head.weight.detach().clone())
+        original(direction)
+
+    learner.fleet._apply = apply  # type: ignore[method-assign]
     learner.observe(x, y + 2)
     assert bool((module.head.weight.detach() != seen[0])[CLASSES:].any())
 
 
 def test_a_head_that_is_not_trained_does_not_grow() -> None:
     module = Two()
-    learner = OnePass(
-        module, optimizer=torch.optim.SGD(module.first.parameters(), lr=0.1), grow=True
-    )
+    sgd = torch.optim.SGD(module.first.parameters(), lr=0.1)
+    learner = OnePass(module, optimizer=sgd, grow=True)
     x, y = batch()
     learner.observe(x, y)
     with refused(learner, "layer 'head' would grow", "optimizer does not have it"):
@@ -151,9 +149,7 @@ def test_parameters_that_an_optimizer_is_given_later_are_trained_from_then_on() 
     assert not torch.equal(module.body.weight, before)
 
 
-def test_parameters_of_another_module_that_an_optimizer_is_given_later_are_noticed_every_time() -> (
-    None
-):
+def test_parameters_of_another_module_that_an_optimizer_is_given_later_are_noticed() -> None:
     module = Two()
     optimizer = part(module)
     learner = OnePass(module, optimizer=optimizer)
@@ -174,8 +170,10 @@ def test_an_optimizer_of_nothing_that_is_trainable_is_refused() -> None:
 
 def test_a_loss_that_depends_on_the_other_part_alone_is_refused() -> None:
     module = Two()
-    learner = OnePass(
-        module, optimizer=part(module), loss=lambda outputs, y: module.body.weight.square().sum()
-    )
+
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        return module.body.weight.square().sum()
+
+    learner = OnePass(module, optimizer=part(module), loss=loss)
     with refused(learner, "does not depend on the module's trainable parameters"):
         learner.observe(*batch())

@@ -41,7 +41,7 @@ def test_a_file_keeps_its_mode_and_a_new_one_obeys_the_umask(
     assert path.stat().st_mode & 0o777 == (0o666 & ~mask if had is None else had)
 
 
-# A child that imports once and then forks, for each delay, one that saves over and over until it is killed.
+# A child that imports once and then forks, for each delay, one that saves until it is killed.
 SAVES = """
 import os, signal, sys, time
 import torch
@@ -88,15 +88,13 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path: Path
     assert len(set(steps)) > 1, "nothing was ever saved"
 
 
-@pytest.mark.parametrize(
-    ("call", "code"),
-    [
-        ("os.fsync", errno.ENOSPC),
-        ("os.replace", errno.EACCES),
-        ("_create", errno.EROFS),
-        ("os.fsync", errno.EIO),
-    ],
-)
+CALLS = [
+    *(("os.fsync", errno.ENOSPC), ("os.fsync", errno.EIO)),
+    *(("os.replace", errno.EACCES), ("_create", errno.EROFS)),
+]
+
+
+@pytest.mark.parametrize(("call", "code"), CALLS)
 def test_a_place_that_cannot_be_written_is_one_sentence_and_the_old_file_stays(
     call: str, code: int, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,12 +117,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_the_old_file_stays(
 
 def test_places_that_do_not_exist_or_are_full_or_are_folders_are_refused(saved: Path) -> None:
     learner = Case().load(saved)
-    for path in (
-        saved / "below a file",
-        saved.parent / "missing" / "file",
-        saved.parent,
-        Path("/dev/full"),
-    ):
+    places = (saved / "below a file", saved.parent / "missing" / "file", saved.parent)
+    for path in (*places, Path("/dev/full")):
         with pytest.raises(InputError, match="cannot write"):
             learner.save(path)
 

@@ -261,11 +261,8 @@ def test_a_sequence_of_another_length_is_refused() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.lstm, self.head = (
-                nn.Embedding(11, 4),
-                nn.LSTM(4, 5, batch_first=True),
-                nn.Linear(5, CLASSES),
-            )
+            self.words, self.head = nn.Embedding(11, 4), nn.Linear(5, CLASSES)
+            self.lstm = nn.LSTM(4, 5, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.head(self.lstm(self.words(x))[0][:, -1])
@@ -306,9 +303,8 @@ def test_somebody_who_watches_does_not_change_what_is_refused(trouble: str) -> N
 
 def test_a_batch_of_one_for_batch_norm_is_refused() -> None:
     learner = in_a_second_task()
-    with refused(
-        learner, "refused the batch", "batch-norm needs two examples", "nothing was learnt"
-    ):
+    says = ("refused the batch", "batch-norm needs two examples", "nothing was learnt")
+    with refused(learner, *says):
         learner.observe(*batch(1))
 
 

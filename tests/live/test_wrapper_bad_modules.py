@@ -1,4 +1,4 @@
-"""Modules, losses and optimizers in trouble, in the first batch and later, are refused and leave no trace."""
+"""Modules, losses and optimizers in trouble are refused and leave no trace."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from onepass import InputError, OnePass
-from onepass.learners import METHODS
 from tests.live.comparing import same
+from tests.live.modules import LIVE
 from tests.live.refused_calls import CLASSES, Rich, batch, in_a_second_task, refused, snapshot
 from tests.toys import FEATURES
 
-CORRECTING = [
-    "gem",
-    "s-gem",
-    "a-gem",
-    "mega-1",
-    "mega-2",
-]  # they look at the memory in a pass of its own
+# They take the gradient on the memory in a pass of its own.
+CORRECTING = ["gem", "s-gem", "a-gem", "mega-1", "mega-2"]
 PASSES = dict.fromkeys(CORRECTING, 2)  # of a step in a second task; the batch comes last
-LIVE = [
-    name for name, found in METHODS.items() if not found.joined and not found.learner.own_network
-]
 
 # ---- modules and losses in trouble
 
@@ -99,12 +91,8 @@ def test_a_module_that_fails_to_answer_is_one_sentence(trouble: str) -> None:
 
 def test_a_shape_that_torch_refuses_by_an_assertion_is_one_sentence() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    learner = OnePass(
-        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
-        "van",
-        learning_rate=0.1,
-        loss=lambda o, y: (o - y).square().mean(),
-    )
+    module = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    learner = OnePass(module, "van", learning_rate=0.1, loss=nn.functional.mse_loss)
     x = torch.randn(4, 3, 7)
     with refused(learner, "refused the batch"):
         learner.observe(x, x)
@@ -119,15 +107,14 @@ def test_the_mode_of_a_module_in_evaluation_is_not_changed_by_a_refused_batch() 
 
 @pytest.mark.parametrize("method", ["a-gem", "s-gem", "gem"])
 def test_a_refused_step_counts_no_violation(method: str) -> None:
-    # One parameter, so the infinite slope has one sign, and its product with the gradient on the memory is minus infinity.
+    # There is one parameter, so the infinite slope has one sign: its product with the gradient
+    # on the memory is minus infinity.
     steep: list[bool] = []
 
     def loss(outputs: Tensor, y: Tensor) -> Tensor:
-        return (
-            -(outputs - outputs.detach()).sum().sqrt()
-            if steep and steep.pop()
-            else (outputs * y).mean()
-        )
+        if steep and steep.pop():
+            return -(outputs - outputs.detach()).sum().sqrt()
+        return (outputs * y).mean()
 
     one = torch.ones(4, 1)
     learner = OnePass(nn.Linear(1, 1, bias=False), method, learning_rate=0.1, loss=loss)
@@ -143,10 +130,7 @@ def test_a_refused_step_counts_no_violation(method: str) -> None:
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[str, ...]]] = {
     "nan": (lambda o, y: (o - y).mean() * torch.nan, ("loss of this batch is nan",)),
     "inf": (lambda o, y: (o - y).square().mean() + torch.inf, ("loss of this batch is inf",)),
-    "one a batch row": (
-        lambda o, y: (o - y).square().mean(1),
-        ("one number", "tensor of shape", "mean"),
-    ),
+    "one per row": (lambda o, y: (o - y).square().mean(1), ("one number", "of shape", "mean")),
     "a matrix": (lambda o, y: (o - y).square(), ("one number", "tensor of shape", "mean")),
     "a Python float": (lambda o, y: (o - y).square().mean().item(), ("one number", "float")),
     "nothing": (lambda o, y: None, ("one number", "NoneType")),
@@ -226,9 +210,8 @@ def test_learning_inside_inference_mode_learns_or_is_refused() -> None:
         except InputError:
             assert same(before, snapshot(learner))
             return
-    assert not same(before["values"], snapshot(learner)["values"]), (
-        "a step was counted, and nothing was learnt"
-    )
+    # A step was counted, so something was learnt.
+    assert not same(before["values"], snapshot(learner)["values"])
 
 
 def test_a_step_that_would_leave_the_numbers_that_there_are_is_refused() -> None:

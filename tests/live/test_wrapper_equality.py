@@ -1,4 +1,4 @@
-"""Same data, same draws: around a module of one's own, every method takes the steps that it takes in the benchmark's engine."""
+"""Same data, same random numbers: every method takes the steps that it takes in the engine."""
 
 from __future__ import annotations
 
@@ -20,20 +20,13 @@ from onepass.learners.base import Learner, Reference
 from onepass.memory import Policy
 from onepass.models.mlp import mlp
 from onepass.protocol import Run, Setup, assemble
+from tests.live.saved_learners import SUPPORTED as BOTH
+from tests.live.saved_learners import Own
 from tests.toys import FEATURES, Dropped, Normed, Tied, ToyStream
 
 HEAD_A_TASK, ONE_HEAD = ToyStream(examples=27), ToyStream(examples=27, shared=True)
 TASKS = [[0, 1], [2, 3], [4, 5], [6, 7]]
-BOTH = {
-    name: found.learner
-    for name, found in METHODS.items()
-    if not (found.joined or found.learner.own_network)
-}
 STRENGTH = {"ewc": 3.0, "mas": 1.0, "pi": 0.5, "rwalk": 5.0}
-
-
-class Own(nn.Sequential):
-    """A class of somebody's own: nobody knows what it does, so it is called as it is."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +37,11 @@ class Case:
     options: Any = None
     stream: ToyStream = HEAD_A_TASK
     policy: Policy = "class-reservoir"
-    build: Callable[[], nn.Module] | None = (
-        None  # the benchmark's own network, unless said otherwise
-    )
-    pure: bool = False  # is that network one that may be traced around a module of one's own?
+    build: Callable[[], nn.Module] | None = None  # by default the network of the benchmark
+    pure: bool = False  # whether that network may be traced by the wrapper
     seed: int = 5
     rate: float = 0.3
-    optimizer: bool = False  # is plain SGD a torch optimizer?
+    optimizer: bool = False  # whether plain SGD is a torch optimizer
     hyperparameters: dict[str, float] = field(default_factory=dict)
 
     def network(self) -> nn.Module:
@@ -61,33 +52,23 @@ class Case:
 
     @property
     def own(self) -> dict[str, float]:
-        return (
-            dict.fromkeys(BOTH[self.method].hyperparameters, STRENGTH.get(self.method, 0.5))
-            | self.hyperparameters
-        )
+        strength = STRENGTH.get(self.method, 0.5)
+        return dict.fromkeys(BOTH[self.method].hyperparameters, strength) | self.hyperparameters
 
     def __str__(self) -> str:
         chosen = asdict(self.options) if self.options is not None else {}
         defaults = asdict(BOTH[self.method].options())
-        words = [
-            f"{name}={value}"
-            for name, value in (chosen | self.hyperparameters).items()
-            if value != defaults.get(name)
-        ]
-        network = self.build.__name__ if self.build is not None else "pure" if self.pure else "mlp"
-        return " ".join(
-            [
-                self.method,
-                *words,
-                "one-head" if self.stream.shared else "heads",
-                self.policy,
-                network,
-                f"seed={self.seed}",
-            ]
-        )
+        given = (chosen | self.hyperparameters).items()
+        words = [f"{name}={value}" for name, value in given if value != defaults.get(name)]
+        network = "pure" if self.pure else "mlp"
+        if self.build is not None:
+            network = self.build.__name__
+        heads = "one-head" if self.stream.shared else "heads"
+        return " ".join([self.method, *words, heads, self.policy, network, f"seed={self.seed}"])
 
 
-# Every method with options that leave something to decide: a few exemplars, a Fisher estimate in the middle of a task.
+# Every method with options that leave something to decide: a few exemplars, or a Fisher estimate
+# in the middle of a task.
 METHOD: list[tuple[str, Any]] = [(name, None) for name in BOTH if name not in ("ewc", "icarl")]
 METHOD += [("icarl", icarl.Options(exemplars=16, reference_batch=3))]
 METHOD += [("ewc", ewc.Options()), ("ewc", ewc.Options(fisher="moving-average", fisher_every=3))]
@@ -97,38 +78,27 @@ EVERY = [
     for stream in (HEAD_A_TASK, ONE_HEAD)
     if not (BOTH[name].needs_own_classes and stream.shared)
 ]
-NETWORKS = [
-    Case(name, options, build=build)
-    for name, options in METHOD
-    for build in (Normed, Dropped, Tied)
-]
-SOME = [
-    (name, BOTH[name].options(reference_batch=5)) for name in ("a-gem", "er", "mega-1", "mega-2")
-]  # of 7 a task
+BUILDS = (Normed, Dropped, Tied)
+NETWORKS = [Case(name, options, build=build) for name, options in METHOD for build in BUILDS]
+# Five of the seven examples per task.
+DRAWING = ("a-gem", "er", "mega-1", "mega-2")
+SOME = [(name, BOTH[name].options(reference_batch=5)) for name in DRAWING]
 POLICIES = [
     Case(name, options, stream, policy)
     for name, options in [*SOME, ("gem", None), ("s-gem", None)]
     for stream in (HEAD_A_TASK, ONE_HEAD)
     for policy in get_args(Policy)
 ]
+STILL = Reference(reference_batch=20, reference_moves_buffers=False)
+RIDGE = gem.Options(ridge=0.001, reference_moves_buffers=False)
 MORE = [
     *(Case("a-gem", Reference(reference_batch=5), seed=seed) for seed in (0, 1 << 40)),
-    *(
-        Case(name, Reference(reference_batch=20, reference_moves_buffers=False), build=Normed)
-        for name in ("a-gem", "mega-1")
-    ),
-    Case(
-        "gem",
-        gem.Options(ridge=0.001, reference_moves_buffers=False),
-        build=Normed,
-        hyperparameters={"margin": 0.0},
-    ),
+    *(Case(name, STILL, build=Normed) for name in ("a-gem", "mega-1")),
+    Case("gem", RIDGE, build=Normed, hyperparameters={"margin": 0.0}),
     Case("ewc", ewc.Options(labels="data", normalise=True)),
 ]
-TRACED = [
-    Case(name, options, pure=True)
-    for name, options in [*SOME, ("gem", None), ("mas", None), METHOD[-3]]
-]
+ALSO_TRACED = [*SOME, ("gem", None), ("mas", None), METHOD[-3]]
+TRACED = [Case(name, options, pure=True) for name, options in ALSO_TRACED]
 
 
 @dataclass(frozen=True)
@@ -142,34 +112,30 @@ class Ends:
 
 
 def both(case: Case) -> Ends:
-    """The same stream through the engine and through a module that starts at the same parameters."""
+    """The same stream through the engine and through a module with the same parameters."""
     setup = Setup(memory_per_task=7, memory=case.policy, gradients="looped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onepass.models.Network.build", lambda *_: case.network())
         run = Run(case.seed, case.own | {"learning_rate": case.rate})
-        feed, fleet, learner = assemble(
-            case.stream, "ev", METHODS[case.method], [run], setup, case.options
-        )
+        method = METHODS[case.method]
+        feed, fleet, learner = assemble(case.stream, "ev", method, [run], setup, case.options)
     module = case.network()
     own = dict(module.named_parameters())
+    views = fleet.architecture.views(fleet.theta[0])
     with torch.no_grad():
-        for name, view in zip(
-            fleet.architecture.names, fleet.architecture.views(fleet.theta[0]), strict=True
-        ):
+        for name, view in zip(fleet.architecture.names, views, strict=True):
             own[name].copy_(view)
-    live = OnePass(
-        module,
-        case.method,
-        learning_rate=None if case.optimizer else case.rate,
-        optimizer=torch.optim.SGD(module.parameters(), lr=case.rate) if case.optimizer else None,
-        tasks=None if case.stream.shared else TASKS,
-        memory=None
-        if case.method == "icarl"
-        else Memory(per_task=setup.memory_per_task, policy=case.policy),
-        seed=case.seed,
-        **case.own,
-        **({} if case.options is None else asdict(case.options)),
-    )
+    asked: dict[str, Any] = {"seed": case.seed, "learning_rate": case.rate, **case.own}
+    if case.optimizer:
+        asked["learning_rate"] = None
+        asked["optimizer"] = torch.optim.SGD(module.parameters(), lr=case.rate)
+    if not case.stream.shared:
+        asked["tasks"] = TASKS
+    if case.method != "icarl":
+        asked["memory"] = Memory(per_task=setup.memory_per_task, policy=case.policy)
+    if case.options is not None:
+        asked |= asdict(case.options)
+    live = OnePass(module, case.method, **asked)
     prepare = case.stream.pool.prepare
     for phase in range(feed.phases):
         learner.begin_task(phase)
@@ -179,14 +145,13 @@ def both(case: Case) -> Ends:
         if learner.needs_review:
             learner.review(feed.batches(phase))
         learner.end_task()
-        live.end_task(
-            again=((prepare(batch.x[0]), batch.slots[0]) for batch in feed.batches(phase))
-        )
+        again = ((prepare(batch.x[0]), batch.slots[0]) for batch in feed.batches(phase))
+        live.end_task(again=again)
     return Ends(fleet, learner, live, prepare)
 
 
 def assert_same(ends: Ends, same: Callable[[Tensor, Tensor], bool]) -> None:
-    """Parameters, buffers and the method's state are the `same`; what is counted and what is remembered is equal."""
+    """Parameters, buffers and state are the `same`; counters and memories are equal."""
     fleet, learner, live = ends.fleet, ends.learner, ends.live
     assert live.steps == int(fleet.step[0]) == 12
     assert fleet.theta.isfinite().all()
@@ -225,7 +190,7 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 @pytest.fixture
 def _plain_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine without traced programs, which may round otherwise than the operations that a module calls."""
+    """The engine without traced programs, which may round otherwise than a module's operations."""
     monkeypatch.setattr(Gradients, "_program", lambda *_, **__: None)
 
 
@@ -246,14 +211,14 @@ def test_a_method_ends_where_the_engine_does_where_both_replay_what_they_traced(
     assert ends.live.fleet.gradients._programs or case.method == "icarl"  # whose loss is its own
 
 
+DRIVEN = [Case(name, options, optimizer=True) for name, options in METHOD]
+
+
 @pytest.mark.usefixtures("_plain_autograd")
-@pytest.mark.parametrize(
-    "case", [Case(name, options, optimizer=True) for name, options in METHOD], ids=str
-)
+@pytest.mark.parametrize("case", DRIVEN, ids=str)
 def test_plain_sgd_as_a_torch_optimizer_ends_where_the_engine_does(case: Case) -> None:
-    assert_same(
-        both(case), close
-    )  # torch's own addition of a scaled gradient may be fused, and then rounds once instead of twice
+    """Torch may fuse its addition of a scaled gradient, and then it rounds once, not twice."""
+    assert_same(both(case), close)
 
 
 @pytest.mark.usefixtures("_plain_autograd")
@@ -266,10 +231,8 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
         expected = ends.learner.scores(Batch(x[mine][None], slots[mine][None], task=task))[0]
         assert torch.equal(ends.live.scores(ends.prepare(x[mine]), task=task), expected)
         chosen = torch.tensor(classes)
-        assert torch.equal(
-            ends.live.predict(ends.prepare(x[mine]), task=task),
-            chosen[expected[:, chosen].argmax(1)],
-        )
+        predicted = ends.live.predict(ends.prepare(x[mine]), task=task)
+        assert torch.equal(predicted, chosen[expected[:, chosen].argmax(1)])
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -277,13 +240,8 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
 def test_a_task_that_has_ended_can_be_asked_about_while_others_are_still_to_come(
     name: str, precision: str
 ) -> None:
-    live = OnePass(
-        Own(*mlp(FEATURES, (8,), 4)),
-        name,
-        learning_rate=0.1,
-        tasks=[[0, 1], [2, 3]],
-        precision=precision,
-    )
+    asked: dict[str, Any] = {"tasks": [[0, 1], [2, 3]], "precision": precision}
+    live = OnePass(Own(*mlp(FEATURES, (8,), 4)), name, learning_rate=0.1, **asked)
     batches = [(torch.randn(6, FEATURES) + 3 * y[:, None], y) for y in torch.randint(0, 2, (5, 6))]
     for x, y in batches:
         live.observe(x, y)
@@ -302,8 +260,6 @@ def test_a_layer_that_is_changed_after_it_was_traced_is_followed() -> None:
         pure[1].negative_slope = own[1].negative_slope = slope
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
-            x, y = (
-                torch.randn(6, FEATURES, generator=generator),
-                torch.randint(0, 2, (6,), generator=generator),
-            )
+            x = torch.randn(6, FEATURES, generator=generator)
+            y = torch.randint(0, 2, (6,), generator=generator)
             assert both[0].observe(x, y) == pytest.approx(both[1].observe(x, y), rel=1e-4)

@@ -1,4 +1,4 @@
-"""iCaRL in a module of one's own: it says what it keeps, and answers among all classes without being told to."""
+"""iCaRL around a module: it says what it keeps, and predicts among all classes by itself."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ RATE = {"learning_rate": 0.1}
 
 
 def net() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, CLASSES)
-    )  # which is not traced: there are hundreds of them
+    """It is not traced: there are hundreds of them."""
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, CLASSES))
 
 
 def works_or_is_one_sentence(call: Callable[[], Any]) -> bool:
@@ -86,16 +86,14 @@ def test_an_odd_argument_of_a_wrapper_works_or_is_one_sentence(
         method = value if argument == "method" else "a-gem"
         if argument != "method":
             settings[argument] = value
-        if works_or_is_one_sentence(
-            lambda settings=settings, method=method: some_steps(net(), method, settings)
-        ):  # type: ignore[misc]
+        if works_or_is_one_sentence(partial(some_steps, net(), method, settings)):
             found.add(name)
     assert found == WORKING[argument]
 
 
 def test_an_odd_module_is_one_sentence(odd: dict[str, Any]) -> None:
     for value in odd.values():
-        assert not works_or_is_one_sentence(lambda value=value: some_steps(value, "a-gem", RATE))  # type: ignore[misc]
+        assert not works_or_is_one_sentence(partial(some_steps, value, "a-gem", RATE))
 
 
 @pytest.mark.parametrize(
@@ -112,49 +110,28 @@ def test_an_odd_module_is_one_sentence(odd: dict[str, Any]) -> None:
 def test_an_odd_option_of_a_method_works_or_is_one_sentence(
     method: str, argument: str, odd: dict[str, Any]
 ) -> None:
+    def first_step(value: Any) -> None:
+        settings: dict[str, Any] = {**RATE, "tasks": [[0, 1], [2, 3]], argument: value}
+        OnePass(net(), method, **settings).observe(*batch(classes=range(2)))
+
     for value in odd.values():
-        works_or_is_one_sentence(
-            lambda value=value: OnePass(
-                net(), method, **RATE, tasks=[[0, 1], [2, 3]], **{argument: value}
-            ).observe(  # type: ignore[misc]
-                *batch(classes=range(2))
-            )
-        )
+        works_or_is_one_sentence(partial(first_step, value))
+
+
+def loading(argument: str) -> Callable[[OnePass, Any], Any]:
+    return lambda _, value: OnePass.load("good", net(), **{argument: value})
 
 
 PATHS = {"word", "two lines", "half a character"}
+WATCHES = {"empty list", "empty tuple", "type", "function"}
+NAMES = {"None", "-1", "0", "long word", "empty word", "NUL", "loop of links", "no such place"}
+# Calls, and the odd values with which they work.
 CALLS: dict[str, tuple[Callable[[OnePass, Any], Any], set[str]]] = {
     "observe x": (lambda learner, value: learner.observe(value, batch()[1]), set()),
     "observe y": (lambda learner, value: learner.observe(batch()[0], value), set()),
-    "observe task": (
-        lambda learner, value: learner.observe(*batch(), task=value),
-        {
-            "None",
-            "-1",
-            "0",
-            "long word",
-            "empty word",
-            "NUL",
-            "loop of links",
-            "no such place",
-            *PATHS,
-        },
-    ),
+    "observe task": (lambda learner, value: learner.observe(*batch(), task=value), NAMES | PATHS),
     "predict x": (lambda learner, value: learner.predict(value), set()),
-    "predict task": (
-        lambda learner, value: learner.predict(batch()[0], task=value),
-        {
-            "None",
-            "-1",
-            "0",
-            "long word",
-            "empty word",
-            "NUL",
-            "loop of links",
-            "no such place",
-            *PATHS,
-        },
-    ),
+    "predict task": (lambda learner, value: learner.predict(batch()[0], task=value), NAMES | PATHS),
     "scores x": (lambda learner, value: learner.scores(value), set()),
     "save": (lambda learner, value: learner.save(value), PATHS),
     "learning_rate": (
@@ -163,27 +140,12 @@ CALLS: dict[str, tuple[Callable[[OnePass, Any], Any], set[str]]] = {
     ),
     "load module": (lambda learner, value: OnePass.load("good", value), set()),
     "load path": (lambda learner, value: OnePass.load(value, net()), set()),
-    "load watch": (
-        lambda learner, value: OnePass.load("good", net(), watch=value),
-        {"empty list", "empty tuple", "type", "function"},
-    ),
-    "load watch_every": (
-        lambda learner, value: OnePass.load("good", net(), watch_every=value),
-        set(),
-    ),
-    "load autosave": (
-        lambda learner, value: OnePass.load("good", net(), autosave=value),
-        {"None", *PATHS},
-    ),
-    "load loss": (lambda learner, value: OnePass.load("good", net(), loss=value), set()),
-    "load optimizer": (
-        lambda learner, value: OnePass.load("good", net(), optimizer=value),
-        {"None"},
-    ),
-    "load something else": (
-        lambda learner, value: OnePass.load("good", net(), method=value),
-        set(),
-    ),
+    "load watch": (loading("watch"), WATCHES),
+    "load watch_every": (loading("watch_every"), set()),
+    "load autosave": (loading("autosave"), {"None", *PATHS}),
+    "load loss": (loading("loss"), set()),
+    "load optimizer": (loading("optimizer"), {"None"}),
+    "load something else": (loading("method"), set()),
 }
 
 
@@ -197,7 +159,7 @@ def test_an_odd_argument_of_a_call_works_or_is_one_sentence(call: str, odd: dict
     for name, value in odd.items():
         learner = OnePass(net(), **RATE)
         learner.observe(*batch())
-        if works_or_is_one_sentence(lambda value=value, learner=learner: ask(learner, value)):  # type: ignore[misc]
+        if works_or_is_one_sentence(partial(ask, learner, value)):
             found.add(name)
         if call == "load path":  # that nothing is left of an earlier one
             for made in set(os.listdir()) - {"good", "odd"}:
@@ -209,12 +171,8 @@ def test_odd_data_to_look_at_again_are_one_sentence(odd: dict[str, Any]) -> None
     for value in odd.values():
         learner = OnePass(net(), "mas", **RATE)
         learner.observe(*batch())
-        assert not works_or_is_one_sentence(
-            lambda value=value, learner=learner: learner.end_task(again=value)
-        )  # type: ignore[misc]
-        assert not works_or_is_one_sentence(
-            lambda value=value, learner=learner: learner.end_task(again=[(value, batch()[1])])
-        )  # type: ignore[misc]
+        for again in (value, [(value, batch()[1])]):
+            assert not works_or_is_one_sentence(partial(learner.end_task, again=again))
         learner.end_task(again=[batch()])
 
 
@@ -224,7 +182,7 @@ def test_a_path_that_cannot_be_exported_to_is_one_sentence(
     learner = OnePass(net(), **RATE)
     learner.observe(*batch())
     for name in odd.keys() - PATHS - {"generator"}:
-        assert not works_or_is_one_sentence(lambda name=name: learner.export(odd[name]))  # type: ignore[misc]
+        assert not works_or_is_one_sentence(partial(learner.export, odd[name]))
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
 
 

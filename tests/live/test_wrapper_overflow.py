@@ -1,4 +1,4 @@
-"""A step beyond the numbers that there are is refused, and one within them is taken."""
+"""A step beyond the largest number of a kind is refused, and one up to it is taken."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def learner_of(
     kind: torch.dtype, method: str, slope: float, rate: float, start: float = 0.0
 ) -> tuple[OnePass, Tensor]:
     module = pulling(slope, start).to(kind)
-    return OnePass(module, method, learning_rate=rate, loss=lambda outputs, y: outputs), torch.ones(
-        4, 1, dtype=kind
-    )
+    learner = OnePass(module, method, learning_rate=rate, loss=lambda outputs, y: outputs)
+    return learner, torch.ones(4, 1, dtype=kind)
 
 
 @pytest.mark.parametrize("method", ["van", "a-gem", "er", "mega-1", "pi", "rwalk"])
@@ -45,9 +44,8 @@ def test_a_step_of_half_precision_to_infinity_is_refused_and_leaves_no_trace(met
     learner, one = learner_of(torch.float16, method, 100.0, 1.0)
     learner.observe(one, one)
     learner.learning_rate = 700.0
-    with refused(
-        learner, "this step leads to parameters that are not finite", "nothing was learnt"
-    ):
+    says = "this step leads to parameters that are not finite"
+    with refused(learner, says, "nothing was learnt"):
         learner.observe(one, one)
     learner.learning_rate = 1.0
     learner.observe(one, one)
@@ -84,9 +82,11 @@ def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(
 ) -> None:
     module = small_net(CLASSES)
     optimizer = OPTIMIZERS[name](module.parameters())
-    learner = OnePass(
-        module, optimizer=optimizer, loss=lambda outputs, y: 1e6 * (outputs * y).sum()
-    )
+
+    def steep(outputs: Tensor, y: Tensor) -> Tensor:
+        return 1e6 * (outputs * y).sum()
+
+    learner = OnePass(module, optimizer=optimizer, loss=steep)
     x, y = torch.randn(8, FEATURES), torch.ones(8, CLASSES)
     if not first:
         learner.observe(x, y)
@@ -114,19 +114,13 @@ def test_an_optimizer_that_fails_after_its_step_is_as_it_was() -> None:
 @pytest.mark.parametrize("optimizer", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_last_number_can_be_reached_and_not_passed(kind: torch.dtype, optimizer: bool) -> None:
-    most = torch.finfo(kind).max
-    for slope, rate, fits in (
-        (1.0, 1.0, True),
-        (most / 1e4 if kind == torch.float16 else 1e18, 1e4, kind != torch.float16),
-    ):
+    most, half = torch.finfo(kind).max, kind == torch.float16
+    for slope, rate, fits in ((1.0, 1.0, True), (most / 1e4 if half else 1e18, 1e4, not half)):
         learner, one = learner_of(kind, "van", slope, rate, -most)
         if optimizer:
-            learner = OnePass(
-                learner.module,
-                "van",
-                optimizer=torch.optim.SGD(learner.module.parameters(), lr=rate),
-                loss=lambda o, y: o,
-            )
+            module = learner.module
+            sgd = torch.optim.SGD(module.parameters(), lr=rate)
+            learner = OnePass(module, "van", optimizer=sgd, loss=lambda o, y: o)
         if fits:
             learner.observe(one, one)
             assert bool(learner.fleet.theta.isfinite().all())
@@ -147,9 +141,8 @@ def test_half_precision_that_accumulates_is_refused_at_its_end() -> None:
 
 
 def test_the_device_is_asked_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = OnePass(
-        nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.GELU()), "van", learning_rate=0.1
-    )
+    module = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.GELU())
+    learner = OnePass(module, "van", learning_rate=0.1)
     asked = []
     original = Tensor.abs
     monkeypatch.setattr(Tensor, "abs", lambda self: (asked.append(1), original(self))[1])
@@ -171,20 +164,15 @@ def test_a_learning_rate_beyond_the_kind_of_number_is_refused() -> None:
 @pytest.mark.parametrize("method", ["ewc", "pi", "rwalk", "mas"])
 def test_a_task_whose_importances_are_not_finite_does_not_end(method: str) -> None:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"fisher": "moving-average"} if method == "ewc" else {}
-    learner = OnePass(
-        small_net(CLASSES).half(), method, learning_rate=0.01, strength=1e9, **settings
-    )
+    settings: dict[str, Any] = {"learning_rate": 0.01, "strength": 1e9}
+    settings |= {"fisher": "moving-average"} if method == "ewc" else {}
+    learner = OnePass(small_net(CLASSES).half(), method, **settings)
     x, y = batch()
     batches = [(x.half(), y)] * 12
     for one in batches:
         learner.observe(*one)
-    with refused(
-        learner,
-        f"what {method} keeps of this task is not finite",
-        "float32",
-        "the task has not ended",
-    ):
+    says = f"what {method} keeps of this task is not finite"
+    with refused(learner, says, "float32", "the task has not ended"):
         learner.end_task(again=batches if method == "mas" else None)
     learner.observe(*batches[0])
     assert (learner.segment, learner.steps) == (0, 13)

@@ -40,7 +40,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-# Tied and Half have parameters that get no gradient: an optimizer passes over them. Flat has some whose gradient is zero: it does not.
+# Tied and Half have parameters that get no gradient: an optimizer passes over them.
+# Flat has some whose gradient is zero: it does not.
 @pytest.mark.parametrize(
     ("name", "build"),
     [

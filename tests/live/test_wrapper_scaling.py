@@ -1,4 +1,4 @@
-"""Scaling the features of a stream: a scaler that goes on moving makes the examples in the memory stale; two ways do not."""
+"""A scaler of features that goes on moving makes the examples in the memory stale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASKS, FEATURES = 4, 6
 
 
 def data(task: int, examples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A sensor that drifts: features move away and spread, and what they say of the target does not change."""
+    """A sensor that drifts: features move away and spread, and their meaning does not change."""
     generator = torch.Generator().manual_seed(1000 * seed + task)
     x = torch.randn(examples, FEATURES, generator=generator) * (1 + 0.3 * task) + 1.0 * task
     return x, torch.sin(x[:, :1] / 4) + 0.1 * x[:, 1:2]
