@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+
 from revisions import check_tree, environment, run
 from same_learners import CASES, name_of
 

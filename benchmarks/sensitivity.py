@@ -20,9 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from full_length import UNPUBLISHED
-from variants import VARIANTS
 
+from full_length import UNPUBLISHED
 from onepass import streams
 from onepass.engine.cpu import keep_freed_memory
 from onepass.errors import InputError
@@ -35,6 +34,7 @@ from onepass.studies.recipe import from_stored, load
 from onepass.studies.results import results
 from onepass.studies.store import Store
 from onepass.studies.work import open_stream
+from variants import VARIANTS
 
 SHOWN = ("A_T", "F_T", "worst_forgetting", "LCA_10", "LCA_10_trapezoid", "violations")
 

@@ -16,18 +16,10 @@ from typing import Any
 from onepass.errors import is_out_of_memory
 
 MEMORY, SECONDS = 2**30, 10  # that one input may take beyond what the process has already
-WRITING = {  # what is said to an audit hook; SQLite itself says only which file it opens
-    *(
-        "open",
-        "sqlite3.connect",
-        "os.mkdir",
-        "os.rename",
-        "os.remove",
-        "os.rmdir",
-        "os.link",
-        "os.symlink",
-    ),
-    *("os.truncate", "subprocess.Popen", "os.system"),
+# The audit events of what writes. Of SQLite there is only which file it opens.
+WRITING = {
+    *("open", "sqlite3.connect", "subprocess.Popen", "os.system", "os.mkdir", "os.rename"),
+    *("os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"),
 }
 LARGE = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 
@@ -36,10 +28,15 @@ def mutations(content: bytes, seed: int, count: int) -> Iterator[bytes]:
     """`count` versions of a file with one to four damages each; the same ones for the same seed."""
     draw = random.Random(f"{seed} {len(content)}")
     for _ in range(count):
-        made = bytearray(content)
-        for _ in range(draw.choice((1, 1, 1, 2, 4))):
-            made = draw.choice(DAMAGES)(made, draw)
-        yield bytes(made)
+        yield damaged(content, draw)
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """A version of a file with one to four damages."""
+    made = bytearray(content)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        made = draw.choice(DAMAGES)(made, draw)
+    return bytes(made)
 
 
 def _flip(content: bytearray, draw: random.Random) -> bytearray:
@@ -95,15 +92,9 @@ def _place(content: bytearray, draw: random.Random) -> int:
     """Anywhere, but half of the time near the beginning or the end, where headers are."""
     if not content:
         content.append(0)
-    near = min(len(content), 200)
-    return draw.choice(
-        (
-            draw.randrange(len(content)),
-            draw.randrange(len(content)),
-            draw.randrange(near),
-            len(content) - 1 - draw.randrange(near),
-        )
-    )
+    size, near = len(content), min(len(content), 200)
+    anywhere, elsewhere = draw.randrange(size), draw.randrange(size)
+    return draw.choice((anywhere, elsewhere, draw.randrange(near), size - 1 - draw.randrange(near)))
 
 
 class TooSlowError(BaseException):
@@ -120,10 +111,8 @@ def limited(seconds: int = SECONDS) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TooSlowError(f"more than {seconds} s")
 
-    used, limits = (
-        sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
-        resource.getrlimit(resource.RLIMIT_CPU),
-    )
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limits = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 2 * seconds, limits[1]))
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -182,9 +171,9 @@ def in_a_process(work: Callable[[], Iterable[str]], more: int = MEMORY) -> list[
 
 
 class Watch:
-    """Notices what this process writes outside a folder, from now on until it ends."""
+    """Notices what this process writes outside a folder, or anywhere, from now on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.written: list[str] = []
         self._folder = folder
         sys.addaudithook(self._notice)
@@ -200,7 +189,8 @@ class Watch:
             path, _, how = os.fsdecode(name).removeprefix("file://").partition("?")
             if event == "sqlite3.connect" and (path == ":memory:" or "mode=ro" in how):
                 continue
-            if not Path(os.path.normpath(os.path.join(start, path))).is_relative_to(self._folder):
+            full = Path(os.path.normpath(os.path.join(start, path)))
+            if self._folder is None or not full.is_relative_to(self._folder):
                 self.written.append(f"{event} {path}")
 
 

@@ -1,4 +1,4 @@
-"""Writing files: completely or not at all, with the rights they had, and no leftovers for long."""
+"""Writing files: whole or not at all, with their rights, and a kill leaves nothing for long."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from onepass import files
 from onepass.errors import InputError
+from tests.failing import failing
 
 
 def mode(path: Path) -> int:
@@ -47,14 +48,15 @@ def test_a_new_file_obeys_the_umask(umask: int, tmp_path: Path) -> None:
 def test_a_private_file_is_private_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, seen = tmp_path / "saved", []
+    path, seen = tmp_path / "saved", list[int]()
     path.touch(0o600)
     flush = os.fsync
-    monkeypatch.setattr(
-        files.os,
-        "fsync",
-        lambda handle: (seen.append(stat.S_IMODE(os.fstat(handle).st_mode)), flush(handle)),
-    )
+
+    def noted(handle: int) -> None:
+        seen.append(stat.S_IMODE(os.fstat(handle).st_mode))
+        flush(handle)
+
+    monkeypatch.setattr(files.os, "fsync", noted)
     files.write(path, b"secret")
     assert seen[0] == 0o600
 
@@ -67,9 +69,7 @@ def test_the_group_gains_nothing_where_it_cannot_be_kept(
     path.chmod(0o664)
     real = path.stat()
     other = os.stat_result((*real[:5], real.st_gid + 1, *real[6:10]))
-    monkeypatch.setattr(
-        files.os, "fchown", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no"))
-    )
+    monkeypatch.setattr(files.os, "fchown", failing(errno.EPERM))
     handle = os.open(path, os.O_RDWR)
     files._hand_on(other, handle)
     os.close(handle)
@@ -115,15 +115,8 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_with_other_names_are_never_taken_for_leftovers(tmp_path: Path) -> None:
-    mine = [
-        tmp_path / name
-        for name in (
-            ".partial-x",
-            ".onepass-partial-notes",
-            f".onepass-partial-{'0' * 16}",
-            "saved",
-        )
-    ]
+    names = (".partial-x", ".onepass-partial-notes", f".onepass-partial-{'0' * 16}", "saved")
+    mine = [tmp_path / name for name in names]
     for path in mine:
         path.write_bytes(b"mine")
         files.remove_if_abandoned(path)
@@ -137,10 +130,7 @@ def test_files_with_other_names_are_never_taken_for_leftovers(tmp_path: Path) ->
 def test_where_files_cannot_be_locked_they_are_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     for content in (b"one", b"two"):
         files.write(tmp_path / "saved", content)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("saved", b"two")]

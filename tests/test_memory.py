@@ -1,3 +1,5 @@
+"""The episodic memory of a fleet: what it keeps, and what it gives."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +17,7 @@ from onepass.learners import METHODS
 from onepass.memory import FleetMemory, Policy
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.base import separate_heads
-from toys import ToyStream, fleet_of, small_net
+from tests.toys import ToyStream, fleet_of, small_net
 
 POLICIES: list[Policy] = ["class-reservoir", "ring", "reservoir"]
 
@@ -28,11 +30,9 @@ def stream(count: int, runs: int = 3, task: int = 0, seed: int = 0) -> Batch:
     return Batch(torch.stack([number, torch.full_like(number, task), slots], dim=-1), slots)
 
 
-def fill(memory: FleetMemory, batch: Batch, size: int) -> None:
-    for start in range(0, batch.slots.shape[1], size):
-        memory.observe(
-            Batch(batch.x[:, start : start + size], batch.slots[:, start : start + size])
-        )
+def fill(memory: EpisodicMemory, batch: Batch, size: int) -> None:
+    for x, slots in zip(batch.x.split(size, 1), batch.slots.split(size, 1), strict=True):
+        memory.observe(Batch(x, slots))
 
 
 def remembered(memory: FleetMemory) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,9 +83,8 @@ def test_examples_keep_their_slots_and_tasks_and_each_is_stored_once(policy: Pol
 def test_the_class_reservoir_samples_each_class_uniformly() -> None:
     runs, count = 4000, 40
     memory = FleetMemory(many_runs(runs), 1, 8)
-    slots = (torch.arange(count) % 2).expand(
-        runs, count
-    )  # even and odd numbers are the two classes
+    # Even and odd numbers are the two classes.
+    slots = (torch.arange(count) % 2).expand(runs, count)
     fill(memory, Batch(torch.arange(count).expand(runs, count)[..., None], slots), 10)
     memory.end_task()
     kept = torch.bincount(remembered(memory)[0].flatten(), minlength=count)
@@ -96,21 +95,11 @@ def test_the_class_reservoir_samples_each_class_uniformly() -> None:
 def test_the_plain_reservoir_samples_the_task_uniformly() -> None:
     runs, count = 4000, 30
     memory = FleetMemory(many_runs(runs), 1, 5, policy="reservoir")
-    fill(
-        memory,
-        Batch(
-            torch.arange(count).expand(runs, count)[..., None],
-            (torch.arange(count) < 3).long().expand(runs, count),
-        ),
-        4,
-    )
+    numbers = torch.arange(count).expand(runs, count)
+    fill(memory, Batch(numbers[..., None], (numbers < 3).long()), 4)
     memory.end_task()
-    assert (
-        stats.chisquare(
-            torch.bincount(remembered(memory)[0].flatten(), minlength=count).numpy()
-        ).pvalue
-        > 1e-3
-    )
+    kept = torch.bincount(remembered(memory)[0].flatten(), minlength=count)
+    assert stats.chisquare(kept.numpy()).pvalue > 1e-3
 
 
 def test_the_ring_keeps_the_last_examples_of_each_class() -> None:
@@ -118,10 +107,8 @@ def test_the_ring_keeps_the_last_examples_of_each_class() -> None:
     fill(memory, everything, 8)
     memory.end_task()
     for r in range(3):
-        last = [
-            n for c in (0, 1) for n in [i for i in range(50) if everything.slots[r, i] == c][-3:]
-        ]
-        assert numbers(memory, r) == sorted(last)
+        of_class = [[i for i in range(50) if everything.slots[r, i] == c] for c in (0, 1)]
+        assert numbers(memory, r) == sorted([*of_class[0][-3:], *of_class[1][-3:]])
 
 
 def test_a_task_smaller_than_its_budget_leaves_no_holes_and_nothing_invented() -> None:
@@ -133,11 +120,10 @@ def test_a_task_smaller_than_its_budget_leaves_no_holes_and_nothing_invented() -
     memory.end_task()
     x, _, task_of = remembered(memory)
     assert memory.sizes == [11, 11, 11]
-    assert all(
-        sorted(zip(task_of[r].tolist(), x[r, :, 0].tolist(), strict=True))
-        == [(0, i) for i in range(6)] + [(1, i) for i in range(5)]
-        for r in range(3)
-    )
+    expected = [(0, i) for i in range(6)] + [(1, i) for i in range(5)]
+    for r in range(3):
+        found = zip(task_of[r].tolist(), x[r, :, 0].tolist(), strict=True)
+        assert sorted(found) == expected
 
 
 def test_the_current_task_is_invisible_until_it_ends() -> None:
@@ -189,9 +175,8 @@ def test_the_current_task_is_visible_when_asked_for() -> None:
     assert tasks == {0, 1}
 
 
-@pytest.mark.parametrize(
-    "budget", [30, 400]
-)  # a population that is permuted, one that is drawn from with rejection
+# A population that is permuted, and one that is drawn from with rejection.
+@pytest.mark.parametrize("budget", [30, 400])
 def test_reference_batches_are_drawn_without_replacement_uniformly_from_the_union_of_tasks(
     budget: int,
 ) -> None:
@@ -220,9 +205,8 @@ def test_reference_batches_may_be_drawn_with_replacement_when_asked_for() -> Non
     drawn = memory.draw(50)
     assert drawn is not None
     assert drawn.x.shape[1] == 50
-    assert all(
-        set(row) == set(numbers(memory, r)) for r, row in enumerate(drawn.x[..., 0].tolist())
-    )
+    for r, row in enumerate(drawn.x[..., 0].tolist()):
+        assert set(row) == set(numbers(memory, r))
     memory.fleet.step += 1
     again = memory.draw(50)
     assert again is not None
@@ -237,9 +221,8 @@ def test_while_the_memory_is_smaller_than_the_batch_all_of_it_is_the_batch() -> 
     assert drawn is not None
     assert drawn.x.shape[:2] == (3, 6)
     assert drawn.sizes is None
-    assert [sorted(row) for row in drawn.x[..., 0].tolist()] == [
-        numbers(memory, r) for r in range(3)
-    ]
+    for r, row in enumerate(drawn.x[..., 0].tolist()):
+        assert sorted(row) == numbers(memory, r)
 
 
 def test_rows_with_less_in_memory_have_smaller_batches_of_their_own() -> None:
@@ -271,9 +254,8 @@ def test_between_two_tasks_the_memory_counts_no_example_twice() -> None:
     memory.end_task()
     drawn = memory.draw(12)
     assert drawn is not None
-    assert all(
-        set(row) == set(numbers(memory, r)) for r, row in enumerate(drawn.x[..., 0].tolist())
-    )
+    for r, row in enumerate(drawn.x[..., 0].tolist()):
+        assert set(row) == set(numbers(memory, r))
 
 
 def test_a_memory_that_shows_the_current_task_has_room_for_every_class() -> None:
@@ -302,16 +284,10 @@ def test_an_impossible_memory_is_refused_with_a_sentence(
 
 
 def test_a_run_that_has_diverged_does_not_make_batches_uneven() -> None:
-    """It keeps nothing any more, and nobody looks at what it computes."""
-    stream = ToyStream()
-    runs = [
-        Run(0, {"learning_rate": 0.1}),
-        Run(1, {"learning_rate": 1e9}),
-        Run(2, {"learning_rate": 0.1}),
-    ]
-    feed, fleet, learner = assemble(
-        stream, "ev", METHODS["a-gem"], runs, Setup(hidden=(5,), memory_per_task=4)
-    )
+    """It keeps nothing any more, and what it computes is not used."""
+    runs = [Run(seed, {"learning_rate": rate}) for seed, rate in enumerate((0.1, 1e9, 0.1))]
+    setup = Setup(hidden=(5,), memory_per_task=4)
+    feed, fleet, learner = assemble(ToyStream(), "ev", METHODS["a-gem"], runs, setup)
     assert learner.memory is not None
     for phase in range(3):
         learner.begin_task(phase)
@@ -322,12 +298,8 @@ def test_a_run_that_has_diverged_does_not_make_batches_uneven() -> None:
     kept = learner.memory.state()["task"][:, :-1]  # the last place takes what is thrown away
     assert (kept == 2).sum(1).tolist() == [4, 0, 4]
     assert learner.memory.sizes == [12, 12, 12]
-    for batch in (
-        learner.memory.draw(7),
-        learner.memory.draw(100),
-        learner.memory.of([2, 2, 2]),
-        learner.memory.of([0, 1, 2]),
-    ):
+    memory = learner.memory
+    for batch in (memory.draw(7), memory.draw(100), memory.of([2, 2, 2]), memory.of([0, 1, 2])):
         assert batch is not None
         assert batch.sizes is None
     contents = learner.memory.contents()

@@ -42,19 +42,10 @@ MEMORY = np.array(
         [0.60, 0.75, 0.90, 0.95],
     ]
 )
-# Average accuracy after b batches of GEM on Permuted MNIST, as published by the authors with their plots.
+# Average accuracy after b batches of GEM on Permuted MNIST, as the authors published it.
 PUBLISHED = [
-    0.09812353,
-    0.1610647,
-    0.17345884,
-    0.20008238,
-    0.19457644,
-    0.23791176,
-    0.26005882,
-    0.27361766,
-    0.30264702,
-    0.32512945,
-    0.32201171,
+    *(0.09812353, 0.1610647, 0.17345884, 0.20008238, 0.19457644, 0.23791176),
+    *(0.26005882, 0.27361766, 0.30264702, 0.32512945, 0.32201171),
 ]
 RECORD = Record(
     seed=0,
@@ -73,6 +64,9 @@ JOINED = replace(
 )
 
 
+OF_MEMORIES = {"memory_accuracy", "memory_worst_forgetting"}
+
+
 def defined(found: Metrics) -> set[str]:
     return {f.name for f in fields(found) if getattr(found, f.name) is not None}
 
@@ -89,10 +83,8 @@ def test_average_accuracy_counts_the_tasks_learnt_so_far(k: int | None, expected
     [
         (2, [0.90 - 0.70]),
         (3, [0.90 - 0.80, 0.60 - 0.40]),  # the second task was known best before it was learnt
-        (
-            4,
-            [0.90 - 0.60, 0.60 - 0.65, 0.95 - 0.85],
-        ),  # the second one is best now: −0.05, where counting the present would say 0
+        # The second one is best now: −0.05, where counting the present would say 0.
+        (4, [0.90 - 0.60, 0.60 - 0.65, 0.95 - 0.85]),
         (None, [0.30, -0.05, 0.10]),
     ],
 )
@@ -148,30 +140,26 @@ def test_few_shot_accuracy_averages_over_tasks_and_keeps_the_last_value_of_short
 def test_learning_curve_area_is_a_mean_by_the_formula_and_an_integral_in_print(
     curve: list[list[float]], beta: int, formula: float, trapezoid: float
 ) -> None:
-    assert learning_curve_area(np.array(curve), beta) == pytest.approx(formula, abs=5e-5)
-    assert learning_curve_area_trapezoid(np.array(curve), beta) == pytest.approx(
-        trapezoid, abs=5e-5
-    )
+    points = np.array(curve)
+    assert learning_curve_area(points, beta) == pytest.approx(formula, abs=5e-5)
+    assert learning_curve_area_trapezoid(points, beta) == pytest.approx(trapezoid, abs=5e-5)
 
 
 def test_a_run_has_every_metric() -> None:
-    assert astuple(metrics(RECORD)) == pytest.approx(
-        astuple(
-            Metrics(
-                A_T=0.75,
-                F_T=0.35 / 3,
-                worst_forgetting=0.30,
-                LCA_10=2.54868231 / 11,
-                LCA_10_trapezoid=(2.54868231 - (0.09812353 + 0.32201171) / 2) / 10,
-                backward_transfer=-0.25 / 3,
-                forward_transfer=0.68 / 3,
-                memory_accuracy=3.20 / 4,
-                memory_worst_forgetting=0.90 - 0.60,
-                violations=12.0,
-                seconds=2.5,
-            )
-        )
+    expected = Metrics(
+        A_T=0.75,
+        F_T=0.35 / 3,
+        worst_forgetting=0.30,
+        LCA_10=2.54868231 / 11,
+        LCA_10_trapezoid=(2.54868231 - (0.09812353 + 0.32201171) / 2) / 10,
+        backward_transfer=-0.25 / 3,
+        forward_transfer=0.68 / 3,
+        memory_accuracy=3.20 / 4,
+        memory_worst_forgetting=0.90 - 0.60,
+        violations=12.0,
+        seconds=2.5,
     )
+    assert astuple(metrics(RECORD)) == pytest.approx(astuple(expected))
 
 
 def test_a_joined_pass_has_an_accuracy_but_nothing_about_the_order_of_tasks() -> None:
@@ -181,13 +169,8 @@ def test_a_joined_pass_has_an_accuracy_but_nothing_about_the_order_of_tasks() ->
 
 
 def test_a_single_task_can_be_learnt_but_not_forgotten() -> None:
-    alone = replace(
-        RECORD,
-        accuracy=TABLE[:1, :1],
-        initial=INITIAL[:1],
-        memory_accuracy=MEMORY[:1, :1],
-        violations=None,
-    )
+    alone = replace(RECORD, accuracy=TABLE[:1, :1], initial=INITIAL[:1], violations=None)
+    alone = replace(alone, memory_accuracy=MEMORY[:1, :1])
     assert defined(metrics(alone)) == {"A_T", "LCA_10", "LCA_10_trapezoid", "seconds"}
 
 
@@ -196,19 +179,15 @@ def test_a_diverged_run_has_no_metrics() -> None:
 
 
 def test_without_a_memory_nothing_is_said_about_memories() -> None:
-    assert defined(metrics(RECORD)) - defined(metrics(replace(RECORD, memory_accuracy=None))) == {
-        "memory_accuracy",
-        "memory_worst_forgetting",
-    }
+    without = replace(RECORD, memory_accuracy=None)
+    assert defined(metrics(RECORD)) - defined(metrics(without)) == OF_MEMORIES
 
 
 def test_a_task_that_left_nothing_in_the_memory_makes_its_metrics_undefined() -> None:
     empty = MEMORY.copy()
     empty[:, 1] = NAN
-    assert defined(metrics(RECORD)) - defined(metrics(replace(RECORD, memory_accuracy=empty))) == {
-        "memory_accuracy",
-        "memory_worst_forgetting",
-    }
+    found = defined(metrics(replace(RECORD, memory_accuracy=empty)))
+    assert defined(metrics(RECORD)) - found == OF_MEMORIES
 
 
 def test_metrics_leave_the_record_as_it_was() -> None:
@@ -226,9 +205,8 @@ def test_a_summary_has_the_population_deviation_and_students_interval() -> None:
     found = summarise([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == pytest.approx(3.0)
     assert found.std == pytest.approx(1.41421356)  # √(10/5), not √(10/4)
-    assert found.interval == pytest.approx(
-        (3 - 1.963243, 3 + 1.963243), abs=1e-6
-    )  # 2.776445 · √(10/4) / √5
+    half = 1.963243  # 2.776445 · √(10/4) / √5
+    assert found.interval == pytest.approx((3 - half, 3 + half), abs=1e-6)
     assert found.values == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants import MUTANTS, Mutant, check
+from tests.mutants import MUTANTS, Mutant, check
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -18,20 +18,8 @@ def test_a_mutant_has_its_place_in_the_source(mutant: Mutant) -> None:
 def test_every_method_has_mutants() -> None:
     broken = {Path(mutant.file).stem for mutant in MUTANTS}
     assert len(MUTANTS) >= 40
-    assert {
-        "agem",
-        "gem",
-        "sgem",
-        "er",
-        "mega1",
-        "mega2",
-        "ewc",
-        "pi",
-        "mas",
-        "rwalk",
-        "prognn",
-        "icarl",
-    } <= broken
+    assert {"agem", "gem", "sgem", "er", "mega1", "mega2"} <= broken
+    assert {"ewc", "pi", "mas", "rwalk", "prognn", "icarl"} <= broken
 
 
 @pytest.mark.long

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from onepass import cli, output
-from stored import fill
+from onepass import output
+from tests.commands import TINY, exit_code
+from tests.studies.stored import fill
 
 ONEPASS = [sys.executable, "-m", "onepass"]
 
@@ -24,12 +24,6 @@ def study(tmp_path: Path) -> str:
 
 def full() -> TextIOWrapper:
     return open("/dev/full", "w")  # closing it would fail, as every other flush
-
-
-def exit_code(*arguments: str) -> Any:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(list(arguments))
-    return stop.value.code
 
 
 def test_an_encoding_without_the_signs_of_a_table_shows_question_marks(
@@ -45,13 +39,9 @@ def test_an_encoding_without_the_signs_of_a_table_shows_question_marks(
 def test_a_full_standard_output_is_one_sentence_and_files_are_written(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in (
-        ["table", study, "--json", str(tmp_path / "a.json")],
-        ["list"],
-        ["--help"],
-        ["--version"],
-        ["merge", str(tmp_path / "b"), study],
-    ):
+    table = ["table", study, "--json", str(tmp_path / "a.json")]
+    merge = ["merge", str(tmp_path / "b"), study]
+    for command in (table, ["list"], ["--help"], ["--version"], merge):
         before = full()
         monkeypatch.setattr(sys, "stdout", before)
         assert exit_code(*command) == 2
@@ -77,65 +67,36 @@ def test_a_full_standard_error_costs_no_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stderr", full())
-    changes = ("train_examples=5", "test_examples=5", "hidden=[4]", "grids.van.learning_rate=0.1")
-    command = [
-        "run",
-        "quickstart",
-        "--methods",
-        "van",
-        "--seeds",
-        "1",
-        "--workers",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    assert exit_code(*command, *(word for change in changes for word in ("--set", change))) == 0
+    assert exit_code(*TINY, "--out", str(tmp_path)) == 0
     assert "lr=0.1" in capsys.readouterr().out
     assert exit_code("status", str(tmp_path / "nowhere")) == 2
 
 
-@pytest.mark.parametrize(
-    ("columns", "kept"),
-    [
-        ("80", True),
-        ("0", False),
-        ("1", False),
-        ("-5", False),
-        ("²", False),
-        ("9" * 5000, False),
-        ("", True),
-    ],
-)
-def test_an_impossible_width_is_forgotten(
-    columns: str, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("columns", ["80", "", "0", "1", "-5", "²", "9" * 5000])
+def test_an_impossible_width_is_forgotten(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     output.forget_odd_sizes()
-    assert ("COLUMNS" in os.environ) == kept
+    assert ("COLUMNS" in os.environ) == (columns in ("80", ""))
 
 
 def test_a_process_ends_as_quietly_as_its_command(study: str) -> None:
+    command = [*ONEPASS, "status", study]
     with open("/dev/full", "w") as nowhere:
-        ended = subprocess.run(
-            [*ONEPASS, "status", study],
-            stdout=nowhere,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        ended = subprocess.run(command, stdout=nowhere, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1, ended.stderr
     shell = f'{" ".join(ONEPASS)} "$@" <&- >&- 2>&-'
-    closed = subprocess.run(
-        ["sh", "-c", shell, "sh", "status", study], env={**os.environ, "COLUMNS": "²"}, check=False
-    )
+    odd = {**os.environ, "COLUMNS": "²"}
+    closed = subprocess.run(["sh", "-c", shell, "sh", "status", study], env=odd)
     assert closed.returncode == 0
 
 
 def test_the_number_of_a_closed_stream_goes_to_no_other_file() -> None:
-    program = (
-        "import os; from onepass.output import open_closed_streams as o; os.close(1); o();"
-        " f = os.open('/dev/zero', 0); assert f > 2, f"
-    )
+    program = """
+import os
+from onepass.output import open_closed_streams
+os.close(1)
+open_closed_streams()
+assert os.open("/dev/zero", 0) > 2
+"""
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,3 +1,5 @@
+"""Random numbers: functions of seed, purpose, step and index, with the right distribution."""
+
 from __future__ import annotations
 
 import subprocess
@@ -11,11 +13,10 @@ from onepass.random_numbers import Purpose, RandomNumbers, uniform_at
 
 
 def test_a_draw_depends_on_seed_purpose_step_and_index_and_on_nothing_else() -> None:
-    many = RandomNumbers([3, 4, 5], Purpose.ORDER).bits(torch.tensor([7, 8, 9]), 20)
+    source, steps = RandomNumbers([3, 4, 5], Purpose.ORDER), torch.tensor([7, 8, 9])
+    many = source.bits(steps, 20)
     assert torch.equal(many[1], RandomNumbers([4], Purpose.ORDER).bits(8, 20)[0])
-    assert torch.equal(
-        many[:, :5], RandomNumbers([3, 4, 5], Purpose.ORDER).bits(torch.tensor([7, 8, 9]), 5)
-    )
+    assert torch.equal(many[:, :5], source.bits(steps, 5))
     assert not torch.equal(many[1], RandomNumbers([4], Purpose.REFERENCE).bits(8, 20)[0])
     assert len(set(many.flatten().tolist())) == 60
 
@@ -30,7 +31,8 @@ STANDING_STILL = """
 import gc, sys, threading, time, torch
 from onepass.random_numbers import torch_seeded
 
-class Garbage:  # Python collects it while torch makes the object of a state, and runs another thread
+# Python collects it while torch makes the object of a state, and runs another thread.
+class Garbage:
     def __init__(self): self.me = self
     def __del__(self): sum(range(50))
 
@@ -53,7 +55,7 @@ def test_threads_that_seed_torch_do_not_stand_still() -> None:
 
 
 def test_known_values_stay_what_they_are() -> None:
-    """Results of the past can be repeated only if these never change; computed once with unlimited integers."""
+    """Computed once with unlimited integers. If they change, old results cannot be repeated."""
     known = [[4720248854425330031, 1629287585893752162], [7982734928498899980, 7851527857629710090]]
     assert RandomNumbers([0, 1], Purpose.ORDER).bits(0, 2).tolist() == known
 
@@ -82,30 +84,26 @@ def test_permutations_of_short_rows_come_first_and_are_complete() -> None:
 
 @pytest.mark.parametrize(("population", "count"), [(40, 12), (12, 12), (500, 12), (100_000, 256)])
 def test_samples_are_distinct_members_of_the_population(population: int, count: int) -> None:
-    drawn = RandomNumbers(range(50), Purpose.REFERENCE).sample(
-        torch.arange(50), [population] * 50, count
-    )
+    source = RandomNumbers(range(50), Purpose.REFERENCE)
+    drawn = source.sample(torch.arange(50), [population] * 50, count)
     assert drawn.shape == (50, count)
     assert drawn.min() >= 0
     assert drawn.max() < population
     assert all(len(set(row)) == count for row in drawn.tolist())
 
 
-@pytest.mark.parametrize(
-    ("population", "count"), [(20, 6), (60, 6)]
-)  # permuted, and drawn with rejection
+# The first population is permuted, the second one drawn from with rejection.
+@pytest.mark.parametrize(("population", "count"), [(20, 6), (60, 6)])
 def test_every_member_and_every_pair_is_equally_likely_in_a_sample(
     population: int, count: int
 ) -> None:
     rows = 20_000
-    drawn = RandomNumbers([7] * rows, Purpose.REFERENCE).sample(
-        torch.arange(rows), [population] * rows, count
-    )
+    source = RandomNumbers([7] * rows, Purpose.REFERENCE)
+    drawn = source.sample(torch.arange(rows), [population] * rows, count)
     members = torch.bincount(drawn.flatten(), minlength=population)
     assert stats.chisquare(members.numpy()).pvalue > 1e-3
-    first_two = torch.bincount(
-        drawn[:, 0] * population + drawn[:, 1], minlength=population**2
-    ).view(population, population)
+    pairs = torch.bincount(drawn[:, 0] * population + drawn[:, 1], minlength=population**2)
+    first_two = pairs.view(population, population)
     off_diagonal = first_two[~torch.eye(population, dtype=torch.bool)]
     assert first_two.diagonal().sum() == 0
     assert stats.chisquare(off_diagonal.numpy()).pvalue > 1e-3
@@ -121,7 +119,5 @@ def test_a_row_is_drawn_as_if_alone_whatever_the_populations_of_its_neighbours()
     step, populations = torch.tensor([3, 4, 5, 6]), [5000, 30, 12, 400]
     together = RandomNumbers([1, 2, 3, 4], Purpose.REFERENCE).sample(step, populations, 10)
     for r, population in enumerate(populations):
-        assert torch.equal(
-            together[r],
-            RandomNumbers([r + 1], Purpose.REFERENCE).sample(int(step[r]), [population], 10)[0],
-        )
+        alone = RandomNumbers([r + 1], Purpose.REFERENCE).sample(int(step[r]), [population], 10)
+        assert torch.equal(together[r], alone[0])

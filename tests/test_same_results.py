@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from same_results import compare_studies, first_difference, read
+from stored import GRID, MADE, RUNS, fill, record, study
 
 from onepass.studies.store import Unit
-from stored import GRID, MADE, RUNS, fill, record, study
+from same_results import compare_studies, first_difference, read
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["train_examples=30", "test_examples=20", "hidden=[16]", "cv_seeds=1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,17 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
-from onepass.learners.declarations import Needs
-from onepass.metrics import Record
+from onepass.streams import STREAMS
 from onepass.streams.base import Heads, Part, Pool, Stream, Task, separate_heads, shared_heads
-from onepass.studies.results import Result
-from onepass.studies.store import Unit
-from onepass.studies.work import Job
 
 FEATURES = 6
 
 
 class ToyStream(Stream):
-    """Three or four tasks of two classes with a head each; with `ragged`, task lengths differ from seed to seed."""
+    """Four tasks of two classes with a head each.
+
+    With `ragged`, the lengths of tasks differ from seed to seed.
+    """
 
     def __init__(self, ragged: bool = False, shared: bool = False, examples: int = 47) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -40,15 +39,17 @@ class ToyStream(Stream):
         made = []
         for k in range(4):
             slot_of_class = torch.full((8,), -1)
-            slot_of_class[2 * k : 2 * k + 2] = (
-                torch.arange(2) if self.shared else torch.arange(2 * k, 2 * k + 2)
-            )
+            slot_of_class[2 * k : 2 * k + 2] = torch.arange(2) + (0 if self.shared else 2 * k)
             members = (self.pool.classes // 2 == k).nonzero()[:, 0]
             count = self.examples - (7 * seed + 5 * k) % 23 if self.ragged else self.examples
-            made.append(
-                Task(members[members < 240][:count], members[members >= 240], slot_of_class, None)
-            )
+            train, test = members[members < 240][:count], members[members >= 240]
+            made.append(Task(train, test, slot_of_class, None, torch.tensor(k)))
         return made
+
+
+def shipped(name: str, **options: Any) -> Stream:
+    """A stream of the package that needs no data."""
+    return STREAMS[name].make(STREAMS[name].options(**options), None)
 
 
 def small_net(outputs: int = 8) -> nn.Module:
@@ -98,7 +99,7 @@ class Dropped(nn.Module):
 
 
 class Asking(nn.Module):
-    """A model that looks at its data: neither traceable nor stackable."""
+    """A model that branches on its data: neither traceable nor stackable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,14 +125,8 @@ class Described(nn.Module):
 def fleet_of(
     build: Callable[[], nn.Module] = small_net, runs: int = 3, mode: Mode = "auto", **more: object
 ) -> Fleet:
-    return Fleet(
-        build,
-        list(range(10, 10 + runs)),
-        Slots(separate_heads(4, 2)),
-        [0.1] * runs,
-        gradients=mode,
-        **more,
-    )  # type: ignore[arg-type]
+    seeds, slots = list(range(10, 10 + runs)), Slots(separate_heads(4, 2))
+    return Fleet(build, seeds, slots, [0.1] * runs, gradients=mode, **more)  # type: ignore[arg-type]
 
 
 def batch_of(
@@ -174,50 +169,3 @@ class Follow:
 
     def after_step(self, delta: Tensor) -> None:
         self.deltas.append(delta)
-
-
-class Silent:
-    """Somebody who watches a study and remembers what went wrong."""
-
-    def __init__(self) -> None:
-        self.troubles: list[str] = []
-        self.stored_units: list[str] = []
-
-    def running(self, jobs: list[Job]) -> None: ...
-    def steps(self, done: int, share: float, left: float | None) -> None: ...
-    def held_up(self, what: str | None) -> None: ...
-    def chose(self, method: str, hyperparameters: dict[str, float]) -> None: ...
-    def finished(self, result: Result) -> None: ...
-
-    def stored(self, unit: Unit, record: Record) -> None:
-        self.stored_units.append(unit.id)
-
-    def trouble(self, job: Job, what: str) -> None:
-        self.troubles.append(what)
-
-
-def mutated(content: bytes, random: Random) -> bytes:
-    """A file after something bad happened to it: bits flipped, cut off, overwritten, doubled, swapped, or emptied."""
-    data = bytearray(content)
-    at = random.randrange(len(data))
-    length = random.randrange(1, 64)
-    match random.randrange(7):
-        case 0:
-            data[at] ^= 1 << random.randrange(8)
-        case 1:
-            del data[at:]
-        case 2:
-            data[at : at + length] = random.randbytes(len(data[at : at + length]))
-        case 3:
-            data[at : at + length] = bytes(len(data[at : at + length]))
-        case 4:
-            data[at:at] = random.randbytes(length)
-        case 5:
-            del data[at : at + length]
-        case 6:
-            other = random.randrange(len(data))
-            data[at : at + 16], data[other : other + 16] = (
-                data[other : other + 16],
-                data[at : at + 16],
-            )
-    return bytes(data)

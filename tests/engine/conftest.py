@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreter import INTERPRETED
 from torch import Tensor
 
-from interpreter import INTERPRETED
 from onepass.engine import gpu
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from onepass.engine.architecture import Architecture
-from onepass.engine.architecture import aligned
+from onepass.engine.architecture import Architecture, aligned
 from onepass.engine.gradients import Mode
-from toys import FEATURES, batch_of, by_hand, fleet_of
+from tests.toys import FEATURES, batch_of, by_hand, fleet_of
 
 
 def test_parameters_begin_at_aligned_places_with_zeros_in_between() -> None:

@@ -24,7 +24,7 @@ from onepass.models.norm import Constants
 from onepass.protocol import assemble, train
 from onepass.streams.base import Stream
 from onepass.studies.checkpoint import Checkpoints
-from replaying import (
+from tests.training import (
     RESIDUAL,
     SETUP,
     STREAM,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import INTERPRETED
 from torch import Tensor
 
-from interpreter import INTERPRETED
 from onepass.engine import gpu, quadratic
 from onepass.engine.gpu import norm as norms
 from onepass.engine.gpu.convolution import (

@@ -15,7 +15,7 @@ from onepass.protocol import Run, Setup, assemble
 from onepass.random_numbers import Purpose, RandomNumbers
 from onepass.streams import STREAMS
 from onepass.streams.base import separate_heads
-from toys import ToyStream
+from tests.toys import ToyStream
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"

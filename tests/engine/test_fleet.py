@@ -15,7 +15,7 @@ from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.learners.declarations import Needs
 from onepass.streams.base import separate_heads
-from toys import (
+from tests.toys import (
     FEATURES,
     Asking,
     Described,

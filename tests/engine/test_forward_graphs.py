@@ -19,8 +19,8 @@ from onepass.models.mlp import mlp
 from onepass.models.progressive import Progressive
 from onepass.models.resnet import ResNet
 from onepass.streams.base import separate_heads
-from simulated import Graph, Recording
-from toys import small_net
+from tests.engine.simulated_cuda import Graph, Recording
+from tests.toys import small_net
 
 GENERATOR = Random(0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreter import DEVICE, INTERPRETED, needs_kernels
 from torch import Tensor
 from torch.nn import functional
 
-from interpreter import DEVICE, INTERPRETED, needs_kernels
 from onepass.engine.gpu import kernel_checks
 from onepass.engine.gpu import norm as norms
 from onepass.engine.gpu.convolution import (

@@ -10,7 +10,17 @@ from onepass.engine.module_fleet import ModuleFleet
 from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.streams.base import separate_heads
-from toys import FEATURES, Dropped, Follow, Normed, Tied, batch_of, by_hand, fleet_of, small_net
+from tests.toys import (
+    FEATURES,
+    Dropped,
+    Follow,
+    Normed,
+    Tied,
+    batch_of,
+    by_hand,
+    fleet_of,
+    small_net,
+)
 
 SLOTS = Slots(separate_heads(4, 2))
 

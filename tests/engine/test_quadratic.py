@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from interpreter import DEVICE, INTERPRETED, needs_kernels
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
-from interpreter import DEVICE, INTERPRETED, needs_kernels
 from onepass.engine import quadratic
 from onepass.engine.quadratic import solve
 from onepass.learners.gem import closest

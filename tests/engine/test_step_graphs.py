@@ -31,7 +31,9 @@ from onepass.learners.van import Van
 from onepass.models.norm import Constants
 from onepass.protocol import Run, assemble, train
 from onepass.studies.checkpoint import Checkpoints
-from replaying import (
+from tests.engine.simulated_cuda import Simulated
+from tests.toys import ToyStream
+from tests.training import (
     RESIDUAL,
     SETUP,
     STREAM,
@@ -45,8 +47,6 @@ from replaying import (
     same,
     same_bits,
 )
-from simulated import Simulated
-from toys import ToyStream
 
 
 @pytest.mark.parametrize(

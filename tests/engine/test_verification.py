@@ -22,7 +22,7 @@ from onepass.engine.tracing import trace
 from onepass.engine.verification import _in_double, verify_trace
 from onepass.models.resnet import ResNet
 from onepass.streams.base import Pool, separate_heads
-from toys import Normed, batch_of, by_hand, fleet_of, small_net
+from tests.toys import Normed, batch_of, by_hand, fleet_of, small_net
 
 as_on_a_gpu = partial(trace, on_gpu=True)
 

@@ -15,7 +15,7 @@ from onepass.learners.agem import AGem, project
 from onepass.learners.rehearsal import Reference
 from onepass.memory import FleetMemory
 from onepass.protocol import Run, Setup, assemble
-from toys import Normed, ToyStream, batch_of, fleet_of
+from tests.toys import Normed, ToyStream, batch_of, fleet_of
 
 numbers = st.floats(-1e3, 1e3, width=32).map(lambda v: v if abs(v) > 1e-6 else 0.0)
 vectors = st.integers(2, 12).flatmap(

@@ -23,8 +23,8 @@ from onepass.learners.rwalk import Options as RWalkOptions
 from onepass.learners.rwalk import RWalk
 from onepass.protocol import Run, Setup, train
 from onepass.streams.base import separate_heads, shared_heads
-from oracles import learn, task, task_batch, uneven
-from toys import Dropped, Normed, ToyStream, fleet_of, small_net
+from tests.learners.oracles import learn, task, task_batch, uneven
+from tests.toys import Dropped, Normed, ToyStream, fleet_of, small_net
 
 CPU = torch.device("cpu")
 CASES: dict[str, tuple[type[Anchored], object]] = {

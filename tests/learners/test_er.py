@@ -10,7 +10,7 @@ from onepass.learners import METHODS
 from onepass.learners.er import Er, Options
 from onepass.memory import FleetMemory, Policy
 from onepass.protocol import Run, Setup, assemble
-from toys import Normed, ToyStream, batch_of, by_hand, fleet_of
+from tests.toys import Normed, ToyStream, batch_of, by_hand, fleet_of
 
 POLICIES: list[Policy] = ["class-reservoir", "ring", "reservoir"]
 

@@ -22,7 +22,7 @@ from onepass.metrics import Record
 from onepass.protocol import Run, Setup, assemble, train
 from onepass.streams import STREAMS
 from onepass.streams.base import Stream
-from toys import ToyStream
+from tests.toys import ToyStream
 
 SETUP = Setup(hidden=(12, 12), memory_per_task=6)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from onepass.engine.batch import Batch
 from onepass.engine.fleet import Build, Fleet
 from onepass.learners.ewc import Ewc, Options
-from oracles import chances, examples_of, module_of, slope, task, task_batch, uneven
-from toys import FEATURES, Normed, batch_of, fleet_of, small_net
+from tests.learners.oracles import chances, examples_of, module_of, slope, task, task_batch, uneven
+from tests.toys import FEATURES, Normed, batch_of, fleet_of, small_net
 
 
 def ewc(fleet: Fleet, strength: float = 2.0, **options: object) -> Ewc:

@@ -19,7 +19,7 @@ from onepass.learners.rehearsal import Rehearsal
 from onepass.learners.van import Van
 from onepass.memory import FleetMemory
 from onepass.protocol import Run, Setup, assemble
-from toys import ToyStream, batch_of, by_hand, fleet_of
+from tests.toys import ToyStream, batch_of, by_hand, fleet_of
 
 Array = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from onepass.metrics import metrics
 from onepass.protocol import Run, Setup, train
 from onepass.recording import accuracy
 from onepass.streams.base import Part, Task
-from toys import Normed, ToyStream, small_net
+from tests.toys import Normed, ToyStream, small_net
 
 Made = tuple[Feed, Fleet, ICarl]
 

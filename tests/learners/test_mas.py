@@ -11,8 +11,8 @@ from onepass.engine.fleet import Build, Fleet
 from onepass.engine.slots import Slots
 from onepass.learners.mas import Mas, Options
 from onepass.streams.base import separate_heads
-from oracles import examples_of, learn, module_of, slope, task, task_batch, uneven
-from toys import Normed, fleet_of, small_net
+from tests.learners.oracles import examples_of, learn, module_of, slope, task, task_batch, uneven
+from tests.toys import Normed, fleet_of, small_net
 
 
 def mas(fleet: Fleet, strength: float = 2.0, **options: bool) -> Mas:

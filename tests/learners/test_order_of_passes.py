@@ -8,8 +8,8 @@ import pytest
 
 from onepass.learners import METHODS
 from onepass.protocol import Setup, assemble
-from replaying import runs
-from toys import ToyStream
+from tests.toys import ToyStream
+from tests.training import runs
 
 
 @pytest.mark.parametrize("name", ["a-gem", "s-gem", "gem", "mega-1", "mega-2"])

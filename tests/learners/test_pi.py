@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.pi import Options, Pi
-from oracles import Plain, double_net, learn, lone, task, task_batch
-from toys import FEATURES, fleet_of
+from tests.learners.oracles import Plain, double_net, learn, lone, task, task_batch
+from tests.toys import FEATURES, fleet_of
 
 
 def pi(fleet: Fleet, strength: float = 2.0, damping: float = 1e-3) -> Pi:

@@ -25,7 +25,7 @@ from onepass.models.resnet import ResNet
 from onepass.protocol import Run, Setup, train
 from onepass.recording import accuracy
 from onepass.streams.base import separate_heads
-from toys import FEATURES, ToyStream, small_net
+from tests.toys import FEATURES, ToyStream, small_net
 
 fully_connected = partial(mlp, FEATURES, [5], 8)
 residual = partial(ResNet, 2, 8, blocks=(1, 1))

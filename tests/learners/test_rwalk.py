@@ -9,8 +9,8 @@ from torch import Tensor
 from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.learners.rwalk import Options, RWalk
-from oracles import Plain, learn, lone, task, task_batch
-from toys import fleet_of
+from tests.learners.oracles import Plain, learn, lone, task, task_batch
+from tests.toys import fleet_of
 
 
 def rwalk(fleet: Fleet, strength: float = 2.0, **options: object) -> RWalk:

@@ -18,7 +18,7 @@ from onepass.learners.sgem import Options, SGem
 from onepass.memory import FleetMemory, Policy
 from onepass.protocol import Run, Setup, assemble
 from onepass.streams.base import separate_heads
-from toys import ToyStream, batch_of, by_hand, fleet_of, small_net
+from tests.toys import ToyStream, batch_of, by_hand, fleet_of, small_net
 
 both = pytest.mark.parametrize("method", ["gem", "s-gem"])
 

@@ -1,9 +1,9 @@
-"""A stream whose boundaries were not declared is noticed, and one without boundaries raises no alarm."""
+"""A stream whose boundaries were not declared is noticed; one without any raises no alarm."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,30 +13,23 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from live_bad import CLASSES, Rich, batch
 from onepass import OnePass
 from onepass.learners import METHODS
 from onepass.learners.declarations import Needs
 from onepass.live.advice import ABOVE, BEFORE, PATIENCE, Advice
 from onepass.live.classifier import OnePassClassifier
-from toys import FEATURES, small_net
+from tests.live.modules import LIVE
+from tests.live.refused_calls import CLASSES, Rich, batch
+from tests.toys import FEATURES, small_net
 
 PROTECTED_BY_AN_END = [
-    name
-    for name, found in METHODS.items()
-    if not (
-        found.joined
-        or found.learner.needs.own_network
-        or found.learner.needs.own_classes
-        or name == "van"
-    )
+    name for name in LIVE if name != "van" and not METHODS[name].learner.needs.own_classes
 ]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage() for record in caplog.records if record.name == "onepass.live.advice"
-    ]
+    records = [record for record in caplog.records if record.name == "onepass.live.advice"]
+    return [record.getMessage() for record in records]
 
 
 def clusters(classes: list[int], rng: np.random.Generator, size: int = 10) -> tuple[Tensor, Tensor]:
@@ -145,27 +138,28 @@ class Ends:
 
 
 def looking(classifies: bool = True) -> tuple[Advice, Any]:
-    owner: Any = SimpleNamespace(
-        learner=Ends(), task_free=False, segment=0, batches=0, classifies=classifies
-    )
+    owner: Any = SimpleNamespace(learner=Ends(), task_free=False, segment=0, batches=0)
+    owner.classifies = classifies
     return Advice(owner), owner
 
 
-LABELS: dict[str, Callable[[np.random.Generator], Iterator[list[int]]]] = {
-    f"{name}, {size} per batch": (
-        lambda rng, weights=weights, size=size: iter(
-            rng.choice(len(weights), (PATIENCE - 1, size), p=weights).tolist()
-        )
-    )
-    for size in (1, 2, 10)
-    for name, weights in {
-        "two classes": np.full(2, 1 / 2),
-        "one class is rare": np.array([0.97, 0.03]),
-        "ten classes": np.full(10, 1 / 10),
-        "a thousand classes": np.full(1000, 1 / 1000),
-        "classes by Zipf's law": 1 / np.arange(1, 501) / (1 / np.arange(1, 501)).sum(),
-    }.items()
+WEIGHTS = {
+    "two classes": np.full(2, 1 / 2),
+    "one class is rare": np.array([0.97, 0.03]),
+    "ten classes": np.full(10, 1 / 10),
+    "a thousand classes": np.full(1000, 1 / 1000),
+    "classes by Zipf's law": 1 / np.arange(1, 501) / (1 / np.arange(1, 501)).sum(),
 }
+LABELS = {f"{name}, {size} per batch": (name, size) for size in (1, 2, 10) for name in WEIGHTS}
+
+
+def labels_of(name: str, rng: np.random.Generator) -> list[list[int]]:
+    kind, size = LABELS[name]
+    weights = WEIGHTS[kind]
+    drawn: list[list[int]] = rng.choice(len(weights), (PATIENCE - 1, size), p=weights).tolist()
+    return drawn
+
+
 LOSSES: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "falling": lambda rng, n: 2 * np.exp(-np.arange(n) / 30) * rng.gamma(4, 0.25, n) + 0.1,
     "settled": lambda rng, n: rng.gamma(2, 0.5, n),
@@ -186,9 +180,8 @@ def test_200_streams_without_boundaries_raise_no_alarm(
     for seed in range(200):
         rng = np.random.default_rng(seed)
         advice, owner = looking()
-        for some, loss in zip(
-            LABELS[labels](rng), LOSSES[losses](rng, PATIENCE - 1).tolist(), strict=True
-        ):
+        shown = labels_of(labels, rng)
+        for some, loss in zip(shown, LOSSES[losses](rng, PATIENCE - 1).tolist(), strict=True):
             owner.batches += 1
             advice.after(some, loss)
         assert advice.wanted
@@ -200,12 +193,10 @@ def test_200_learners_of_streams_without_boundaries_raise_no_alarm(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for seed in range(200):
-        rng, learner = (
-            np.random.default_rng(seed),
-            OnePass(small_net(CLASSES), learning_rate=[0.01, 0.1, 1.0][seed % 3]),
-        )
+        rng, (rate, size) = np.random.default_rng(seed), [(0.01, 1), (0.1, 5), (1.0, 10)][seed % 3]
+        learner = OnePass(small_net(CLASSES), learning_rate=rate)
         for _ in range(PATIENCE - 1):
-            learner.observe(*clusters(list(range(CLASSES)), rng, [1, 5, 10][seed % 3]))
+            learner.observe(*clusters(list(range(CLASSES)), rng, size))
     assert not said(caplog)
 
 
@@ -214,9 +205,8 @@ def test_a_shift_is_found_among_losses_of_any_scale(caplog: pytest.LogCaptureFix
         rng, (advice, owner) = np.random.default_rng(0), looking(classifies=False)
         for number in range(BEFORE + 20 + ABOVE):
             owner.batches += 1
-            advice.after(
-                [0], offset + scale * float(rng.gamma(4, 0.25) + 10 * (number >= BEFORE + 20))
-            )
+            loss = float(rng.gamma(4, 0.25) + 10 * (number >= BEFORE + 20))
+            advice.after([0], offset + scale * loss)
         assert not advice.wanted
     assert len(said(caplog)) == 4
 
@@ -224,10 +214,8 @@ def test_a_shift_is_found_among_losses_of_any_scale(caplog: pytest.LogCaptureFix
 def test_looking_costs_microseconds() -> None:
     advice, owner = looking()
     rng = np.random.default_rng(0)
-    labels, losses = (
-        rng.integers(0, 10, (PATIENCE - 1, 10)).tolist(),
-        rng.random(PATIENCE - 1).tolist(),
-    )
+    labels = rng.integers(0, 10, (PATIENCE - 1, 10)).tolist()
+    losses = rng.random(PATIENCE - 1).tolist()
     began = time.perf_counter()
     for some, loss in zip(labels, losses, strict=True):
         owner.batches += 1

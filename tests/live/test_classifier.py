@@ -1,4 +1,4 @@
-"""The classifier for scikit-learn: what its checks say, how it learns, its classes and answers, and its company."""
+"""The classifier for scikit-learn: its checks, how it learns, its classes and predictions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor, nn
 
-from live_classifier import STREAMING, Odd, blobs, same, state
 from onepass import InputError, Memory, OnePass, OnePassClassifier
 from onepass.live import classifier
+from tests.live.classifiers import STREAMING, Odd, blobs, same, state
 
-DOES_NOT_APPLY: dict[
-    str, str
-] = {}  # checks of scikit-learn and why they are expected to fail: none
+# Checks of scikit-learn and why they are expected to fail: none.
+DOES_NOT_APPLY: dict[str, str] = {}
 
 
 @parametrize_with_checks(
@@ -71,39 +70,28 @@ def test_fit_sees_every_row_once_in_a_shuffled_order_as_one_task_that_ends() -> 
 
 def test_partial_fit_sees_every_row_once_in_the_given_order_and_the_task_goes_on() -> None:
     X, y = blobs(rows=25)
-    learner = (
-        OnePassClassifier(module=Seeing, method="van", random_state=0)
-        .partial_fit(X, y)
-        .partial_fit(X, y)
-    )
-    assert np.array_equal(
-        torch.cat(learner.learner_.module.rows).numpy(), np.vstack([X, X]).astype(np.float32)
-    )
+    learner = OnePassClassifier(module=Seeing, method="van", random_state=0)
+    for _ in range(2):
+        learner.partial_fit(X, y)
+    seen = torch.cat(learner.learner_.module.rows).numpy()
+    assert np.array_equal(seen, np.vstack([X, X]).astype(np.float32))
     assert (learner.learner_.segment, learner.learner_.batches) == (0, 6)
 
 
 def test_it_is_one_pass_around_the_same_module() -> None:
     X, y = blobs()
     module = nn.Linear(5, 4).double()
-    mine = (
-        OnePassClassifier(module=module, random_state=3, settings={"reference_batch": 7})
-        .partial_fit(X, y, task_ends=True)
-        .partial_fit(X[::-1], y[::-1])
-    )
-    learner = OnePass(
-        copy.deepcopy(module),
-        "a-gem",
-        learning_rate=0.1,
-        reference_batch=7,
-        seed=mine.learner_._seed,
-    )
+    settings: dict[str, Any] = {"reference_batch": 7}
+    mine = OnePassClassifier(module=module, random_state=3, settings=settings)
+    mine.partial_fit(X, y, task_ends=True).partial_fit(X[::-1], y[::-1])
+    settings |= {"learning_rate": 0.1, "seed": mine.learner_._seed}
+    learner = OnePass(copy.deepcopy(module), "a-gem", **settings)
     order = {label: place for place, label in enumerate(dict.fromkeys(y.tolist()))}
     for turn in (1, -1):
         codes = torch.tensor([order[label] for label in y[::turn].tolist()])
-        for start in range(0, len(X), 10):
-            learner.observe(
-                torch.tensor(X[::turn].copy())[start : start + 10], codes[start : start + 10]
-            )
+        rows = torch.tensor(X[::turn].copy())
+        for x, labels in zip(rows.split(10), codes.split(10), strict=True):
+            learner.observe(x, labels)
         if turn == 1:
             learner.end_task()
     assert torch.equal(learner.module.weight, mine.learner_.module.weight)
@@ -173,9 +161,8 @@ def test_task_ends_is_what_makes_the_past_a_past() -> None:
 
 def test_a_task_free_stream_has_no_ends() -> None:
     X, y = blobs()
-    learner = OnePassClassifier(
-        task_free=True, memory=Memory(examples=30, recent=2), random_state=0
-    ).fit(X, y)
+    memory = Memory(examples=30, recent=2)
+    learner = OnePassClassifier(task_free=True, memory=memory, random_state=0).fit(X, y)
     assert learner.learner_.memory.size == 30
     assert learner.score(X, y) > 0.8
     before = state(learner)
@@ -195,12 +182,9 @@ def test_every_method_for_streams_fits(method: str) -> None:
 @pytest.mark.parametrize("method", ["ewc", "mas"])
 def test_a_method_that_looks_twice_is_given_the_rows_of_the_task_again(method: str) -> None:
     X, y = blobs()
-    whole = OnePassClassifier(method=method, random_state=0).partial_fit(
-        X, y, classes=range(4), task_ends=True
-    )
-    parts = OnePassClassifier(method=method, random_state=0).partial_fit(
-        X[:100], y[:100], classes=range(4)
-    )
+    whole, parts = (OnePassClassifier(method=method, random_state=0) for _ in range(2))
+    whole.partial_fit(X, y, classes=range(4), task_ends=True)
+    parts.partial_fit(X[:100], y[:100], classes=range(4))
     with pytest.raises(InputError, match=r"end_task\(X, y\)"):
         parts.partial_fit(X[100:], y[100:], task_ends=True)
     assert parts.learner_.steps == 10
@@ -232,9 +216,8 @@ def test_classes_may_appear_at_any_time() -> None:
 
 def test_a_new_class_leaves_the_outputs_of_the_old_ones_as_they_are() -> None:
     X, y = blobs(classes=3)
-    learner = OnePassClassifier(learning_rate=1e-12, random_state=0).partial_fit(
-        X[y > 0], y[y > 0], classes=[1, 2]
-    )
+    learner = OnePassClassifier(learning_rate=1e-12, random_state=0)
+    learner.partial_fit(X[y > 0], y[y > 0], classes=[1, 2])
     before = learner.learner_.scores(torch.tensor(X))
     learner.partial_fit(X[y == 0], y[y == 0])
     after = learner.learner_.scores(torch.tensor(X))
@@ -272,10 +255,9 @@ def test_a_single_class_is_a_beginning() -> None:
 def test_labels_may_be_strings() -> None:
     X, y = blobs()
     names = np.array(["pear", "fig", "plum", "apple"])
-    named, numbered = (
-        OnePassClassifier(random_state=0).fit(X, labels)
-        for labels in (names[y], np.argsort(np.argsort(names))[y])
-    )
+    numbers = np.argsort(np.argsort(names))
+    named = OnePassClassifier(random_state=0).fit(X, names[y])
+    numbered = OnePassClassifier(random_state=0).fit(X, numbers[y])
     assert named.classes_.tolist() == ["apple", "fig", "pear", "plum"]
     assert np.array_equal(named.predict(X), np.sort(names)[numbered.predict(X)])
     assert named.score(X, names[y]) > 0.8
@@ -311,9 +293,8 @@ def test_a_row_of_predict_proba_sums_to_one_and_has_a_column_a_class(classes: in
     assert (chances[np.arange(200), y] > 0.5).mean() > 0.8
     decisions = learner.decision_function(X)
     assert decisions.shape == ((200,) if classes == 2 else (200, 4))
-    assert np.array_equal(
-        decisions > 0 if classes == 2 else decisions.argmax(1), learner.predict(X)
-    )
+    chosen = decisions > 0 if classes == 2 else decisions.argmax(1)
+    assert np.array_equal(chosen, learner.predict(X))
 
 
 def test_answers_do_not_depend_on_the_rows_they_are_asked_with(
@@ -342,9 +323,8 @@ def test_an_output_that_no_class_has_is_never_the_answer() -> None:
 def test_it_works_in_a_pipeline_under_cross_validation() -> None:
     X, y = load_iris(return_X_y=True)
     X = X * [1, 100, 10, 1000]
-    pipeline = make_pipeline(
-        StandardScaler(), OnePassClassifier(learning_rate=0.3, batch_size=5, random_state=0)
-    )
+    learner = OnePassClassifier(learning_rate=0.3, batch_size=5, random_state=0)
+    pipeline = make_pipeline(StandardScaler(), learner)
     scores = cross_val_score(pipeline, X, y, cv=5)
     assert scores.mean() > 0.85
     assert np.array_equal(scores, cross_val_score(pipeline, X, y, cv=5))
@@ -352,12 +332,9 @@ def test_it_works_in_a_pipeline_under_cross_validation() -> None:
 
 def test_it_works_in_a_search_with_numbers_of_numpy() -> None:
     X, y = load_digits(n_class=4, return_X_y=True)
-    grid = {
-        "learning_rate": np.array([1e-4, 0.1], dtype=np.float32),
-        "batch_size": np.array([5, 10]),
-    }
-    search = GridSearchCV(OnePassClassifier(method="van", random_state=0), grid, cv=2).fit(
-        X / 16, y
-    )
+    rates, sizes = np.array([1e-4, 0.1], dtype=np.float32), np.array([5, 10])
+    grid = {"learning_rate": rates, "batch_size": sizes}
+    search = GridSearchCV(OnePassClassifier(method="van", random_state=0), grid, cv=2)
+    search.fit(X / 16, y)
     assert search.best_params_["learning_rate"] == np.float32(0.1)
     assert search.best_score_ > 0.9

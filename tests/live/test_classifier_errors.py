@@ -10,8 +10,8 @@ import pytest
 from sklearn.exceptions import NotFittedError
 from torch import Tensor, nn
 
-from live_classifier import blobs, same
 from onepass import InputError, LearntError, OnePassClassifier
+from tests.live.classifiers import blobs, same
 
 # ---- errors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from onepass import InputError, OnePass
 from onepass.models.resnet import ResNet
-from toys import FEATURES, Dropped, Normed, Tied, small_net
+from tests.failing import failing
+from tests.live.refused_calls import batch
+from tests.toys import FEATURES, Asking, Dropped, Normed, Tied, small_net
 
 CLASSES = 4
 
@@ -26,12 +29,8 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.words, self.norm, self.drop = (
-            nn.Linear(FEATURES, CLASSES),
-            nn.Embedding(5, CLASSES),
-            nn.BatchNorm1d(CLASSES),
-            nn.Dropout(0.5),
-        )
+        self.left, self.words = nn.Linear(FEATURES, CLASSES), nn.Embedding(5, CLASSES)
+        self.norm, self.drop = nn.BatchNorm1d(CLASSES), nn.Dropout(0.5)
 
     def forward(self, left: Tensor, words: Tensor) -> Tensor:
         out: Tensor = self.drop(self.norm(self.left(left) + self.words(words).mean(1)))
@@ -46,18 +45,6 @@ class Reader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.lstm(x.unflatten(1, (3, 2)))[0][:, -1])
         return out
-
-
-class Deciding(nn.Module):
-    """What it does depends on the values of its inputs: no program can say that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x)
-        return out * 2 if x.sum().item() > 0 else out
 
 
 class Locked(nn.Module):
@@ -76,13 +63,6 @@ def image() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), ResNet(2, CLASSES, (1, 1), channels=1))
 
 
-def batch(size: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, FEATURES, generator=generator), torch.randint(
-        0, CLASSES, (size,), generator=generator
-    )
-
-
 def learnt(
     module: nn.Module, dress: Callable[[Tensor], Any] = lambda x: x, **settings: Any
 ) -> OnePass:
@@ -92,6 +72,10 @@ def learnt(
         learner.observe(dress(x), y)
     learner.end_task()
     return learner
+
+
+def loaded(path: Path) -> nn.Module:
+    return torch.export.load(path).module()
 
 
 def words(x: Tensor) -> Tensor:
@@ -143,11 +127,8 @@ def test_learning_goes_on_as_if_nothing_had_been_exported(
     learner, other = learnt(module), learnt(twin)
     module.train(False)
     twin.train(False)
-    before, rng_state, modes = (
-        copy.deepcopy(module.state_dict()),
-        torch.get_rng_state(),
-        [part.training for part in module.modules()],
-    )
+    before, rng_state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    modes = [part.training for part in module.modules()]
     learner.export(tmp_path / "model.pt2")
     assert torch.equal(rng_state, torch.get_rng_state())
     assert [part.training for part in module.modules()] == modes
@@ -166,13 +147,9 @@ def test_a_file_is_not_changed_by_what_is_learnt_afterwards(tmp_path: Path) -> N
     for _ in range(5):
         learner.observe(x, y)
     assert not torch.allclose(learner.scores(x), expected, atol=1e-3)
-    assert torch.allclose(
-        torch.export.load(tmp_path / "model.pt2").module()(x), expected, atol=1e-6
-    )
+    assert torch.allclose(loaded(tmp_path / "model.pt2")(x), expected, atol=1e-6)
     learner.export(tmp_path / "model.pt2")
-    assert torch.allclose(
-        torch.export.load(tmp_path / "model.pt2").module()(x), learner.scores(x), atol=1e-6
-    )
+    assert torch.allclose(loaded(tmp_path / "model.pt2")(x), learner.scores(x), atol=1e-6)
 
 
 def test_a_stream_of_single_examples_is_exported_for_any_batch_size(tmp_path: Path) -> None:
@@ -191,11 +168,8 @@ def test_a_head_that_has_grown_is_exported_as_it_is(tmp_path: Path) -> None:
     x, y = batch()
     learner.observe(x, y + 3)
     learner.export(tmp_path / "model.pt2")
-    assert (
-        torch.export.load(tmp_path / "model.pt2").module()(x).shape[1]
-        == learner.outputs
-        == int(y.max()) + 4
-    )
+    outputs = loaded(tmp_path / "model.pt2")(x).shape[1]
+    assert outputs == learner.outputs == int(y.max()) + 4
 
 
 def test_a_loaded_learner_can_export_at_once(tmp_path: Path) -> None:
@@ -205,12 +179,10 @@ def test_a_loaded_learner_can_export_at_once(tmp_path: Path) -> None:
     learner.save(tmp_path / "saved")
     OnePass.load(tmp_path / "saved", Normed()).export(tmp_path / "model.pt2")
     x, _ = batch(7)
-    assert torch.allclose(
-        torch.export.load(tmp_path / "model.pt2").module()(x), learner.scores(x), atol=1e-6
-    )
+    assert torch.allclose(loaded(tmp_path / "model.pt2")(x), learner.scores(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [Deciding, Locked], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("build", [Asking, Locked], ids=lambda b: b.__name__)
 def test_a_module_that_cannot_be_exported_is_one_sentence_and_no_file(
     build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
@@ -226,14 +198,14 @@ def test_a_module_that_cannot_be_exported_is_one_sentence_and_no_file(
 def test_a_module_that_cannot_be_exported_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_text("of old")
     with pytest.raises(InputError):
-        learnt(Deciding()).export(tmp_path / "model.pt2")
+        learnt(Asking()).export(tmp_path / "model.pt2")
     assert (tmp_path / "model.pt2").read_text() == "of old"
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_sentence_says_what_the_exporter_could_not_follow(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        learnt(Deciding()).export(tmp_path / "model.pt2")
+        learnt(Asking()).export(tmp_path / "model.pt2")
     assert "data-dependent" in sentence(caught.value)
     assert "nothing was written" in sentence(caught.value)
 
@@ -252,11 +224,7 @@ def test_a_disk_that_is_full_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = learnt(small_net(CLASSES))
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch.export, "save", full)
+    monkeypatch.setattr(torch.export, "save", failing(errno.ENOSPC))
     with pytest.raises(InputError, match="No space left"):
         learner.export(tmp_path / "new" / "model.pt2")
     assert not list(tmp_path.iterdir())
@@ -270,10 +238,11 @@ def test_onnx_without_its_packages_is_one_sentence_and_no_file(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = learnt(small_net(CLASSES))
-    monkeypatch.setattr(
-        "onepass.live.exporting.find_spec",
-        lambda name: None if name == missing else SimpleNamespace(name=name),
-    )
+
+    def find_spec(name: str) -> object:
+        return None if name == missing else SimpleNamespace(name=name)
+
+    monkeypatch.setattr("onepass.live.exporting.find_spec", find_spec)
     with pytest.raises(InputError) as caught:
         learner.export(tmp_path / "model.onnx")
     message = sentence(caught.value)

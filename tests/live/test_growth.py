@@ -1,4 +1,4 @@
-"""New classes enlarge the head in the middle of a stream: what was there stays as it was, in the module, the optimizer and the method."""
+"""New classes enlarge the head in the middle of a stream: what was there stays as it was."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import InputError, Memory, OnePass
 from onepass.live.growth import enlarge
 from onepass.live.saving import packed
 from onepass.random_numbers import Purpose, RandomNumbers
-from toys import FEATURES, Tied
+from tests.live.growing import SETTINGS, batch, learn, learner_of
+from tests.live.saved_learners import net
+from tests.toys import FEATURES, Tied
 
 
 def head_of(learner: OnePass) -> nn.Linear:

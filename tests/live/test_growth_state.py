@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, optim
 from torch.nn import functional
 
-from live_growth import SETTINGS, batch, learn, learner_of, net
 from onepass import Memory, OnePass
-from onepass.live.batches import read_batch
-from onepass.live.growth import enlarge
-from onepass.live.learning import begin
+from tests.live.growing import SETTINGS, batch, learn, learner_of
+from tests.live.saved_learners import net
 
 every_method = pytest.mark.parametrize("name", SETTINGS)
 
@@ -48,17 +46,13 @@ def test_an_optimizer_keeps_its_state_of_old_outputs_and_has_zeros_for_new_ones(
     learner = learner_of(module=module, optimizer=optimizer)
     learn(learner)
     order = [id(p) for p in module.parameters()]
-    before = {
-        order.index(id(p)): {
-            key: value.clone() for key, value in state.items() if isinstance(value, Tensor)
-        }
-        for p, state in optimizer.state.items()
-    }
-    enlarge(learner, 5)
-    assert all(
-        mine is its
-        for mine, its in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True)
-    )
+    before: dict[int, dict[str, Tensor]] = {}
+    for p, state in optimizer.state.items():
+        tensors = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+        before[order.index(id(p))] = tensors
+    learner._grow(5)
+    driven = [id(p) for p in optimizer.param_groups[0]["params"]]
+    assert driven == [id(p) for p in module.parameters()]
     for place, state in before.items():
         parameter = list(module.parameters())[place]
         after = optimizer.state[parameter]
@@ -92,23 +86,19 @@ def test_steps_after_growth_are_those_of_torch_with_a_head_enlarged_by_hand(kind
         step(seed, 2)
     enlarge(learner, 4)
     larger = net(4)
+    three = (m.parameters() for m in (larger, twin, module))
     with torch.no_grad():
-        for mine, old, grown in zip(
-            larger.parameters(), twin.parameters(), module.parameters(), strict=True
-        ):
+        for mine, old, grown in zip(*three, strict=True):
             mine.copy_(grown)
             mine[: len(old)] = old
     optimizer = OPTIMIZERS[kind](larger.parameters())
     for mine, old in zip(larger.parameters(), twin.parameters(), strict=True):
         for key, value in theirs.state.get(old, {}).items():
-            room = (
-                torch.zeros_like(mine)
-                if isinstance(value, Tensor) and value.shape == old.shape
-                else value
-            )
-            if room is not value:
+            if isinstance(value, Tensor) and value.shape == old.shape:
+                room = torch.zeros_like(mine)
                 room[: len(value)] = value
-            optimizer.state[mine][key] = room
+                value = room
+            optimizer.state[mine][key] = value
     twin, theirs = larger, optimizer
     for seed in range(3, 7):
         learner.observe(*batch(seed, 4))
@@ -122,55 +112,49 @@ def test_steps_after_growth_are_those_of_torch_with_a_head_enlarged_by_hand(kind
 
 @every_method
 def test_a_methods_state_of_old_parameters_stays_and_new_ones_begin_at_nothing(name: str) -> None:
-    """A sum over the past has nothing of a parameter that was not there; a place in the space of parameters is where they are."""
+    """A sum over the past has nothing of new parameters; a point in theta's space is theta."""
     learner = learner_of(name)
     learn(learner)
     size = learner.fleet.theta.shape[1]
     own = learner.learner
-    before = {
-        key: named(learner, tensor)
-        for key, tensor in own.state().items()
-        if tensor.shape == (1, size)
-    }
-    rest = {key: tensor.clone() for key, tensor in own.state().items() if tensor.shape != (1, size)}
-    counters = own.counters()
-    assert (
-        name.partition(",")[0] not in ("ewc", "mas", "pi", "rwalk")
-        or {"pull", "anchor"} <= before.keys()
-    )
-    enlarge(learner, 5)
+    state, counters = own.state(), own.counters()
+    sized = {key for key, tensor in state.items() if tensor.shape == (1, size)}
+    before = {key: named(learner, state[key]) for key in sized}
+    rest = {key: state[key].clone() for key in state.keys() - sized}
+    if name.partition(",")[0] in ("ewc", "mas", "pi", "rwalk"):
+        assert {"pull", "anchor"} <= sized
+    learner._grow(5)
     theta = named(learner, learner.fleet.theta)
     for key, values in before.items():
         after = named(learner, own.state()[key])
         for parameter, old in values.items():
             assert torch.equal(after[parameter][: len(old)], old), (key, parameter)
             new = after[parameter][len(old) :]
-            assert torch.equal(
-                new, theta[parameter][len(old) :] if own.fields()[key].kind == "point" else torch.zeros_like(new)
-            ), (key, parameter)
+            expected = torch.zeros_like(new)
+            if key in own.points:
+                expected = theta[parameter][len(old) :]
+            assert torch.equal(new, expected), (key, parameter)
             assert len(new) == (3 if parameter.startswith("2.") else 0)
     for key, tensor in rest.items():
         assert torch.equal(own.state()[key], tensor), key
     assert own.counters() == counters
     if any(key in before for key in ("pull", "importance")):
-        assert any(values.any() for values in before["pull"].values()), (
-            "there was something to carry over"
-        )
+        assert any(values.any() for values in before["pull"].values()), "it carries nothing over"
     learn(learner, 2, 5, 5)  # and on it goes
     assert learner.fleet.theta.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "name", ["van", "ewc", "ewc, online", "pi", "gem", "s-gem", "a-gem", "er", "mega-1", "mega-2"]
-)
-def test_a_head_that_grows_ends_where_one_does_that_was_large_from_the_start(name: str) -> None:
-    """As long as its further outputs take no part in the loss, so that nothing that is summed over the past knows of them.
+BY_OUTPUTS = ["van", "ewc", "ewc, online", "pi", "gem", "s-gem", "a-gem", "er", "mega-1", "mega-2"]
 
-    (Not so MAS, which looks at all outputs, and RWalk, which scales by the whole network.)
+
+@pytest.mark.parametrize("name", BY_OUTPUTS)
+def test_a_head_that_grows_ends_where_one_does_that_was_large_from_the_start(name: str) -> None:
+    """Its further outputs take no part in the loss, so that no sum over the past knows of them.
+
+    MAS differentiates all outputs, and RWalk scales by the whole network: they are left out.
     """
-    settings = {"memory": Memory(per_task=10, policy="reservoir")} | (
-        {"labels": "data"} if name.startswith("ewc") else {}
-    )
+    settings: dict[str, Any] = {"memory": Memory(per_task=10, policy="reservoir")}
+    settings |= {"labels": "data"} if name.startswith("ewc") else {}
     small, large = net(2), net(4)
     growing = learner_of(name, small, **settings)
     classes = 2
@@ -182,36 +166,31 @@ def test_a_head_that_grows_ends_where_one_does_that_was_large_from_the_start(nam
         for mine, its in zip(large.parameters(), small.parameters(), strict=True):
             mine[: len(its)] = its
     fixed = learner_of(name, large, grow=False, loss=loss, **settings)
-    rows = {
-        name: p.detach()[2:].clone()
-        for name, p in large.named_parameters()
-        if name.startswith("2.")
-    }
+    head = dict(large[2].named_parameters(prefix="2"))
+    rows = {key: p.detach()[2:].clone() for key, p in head.items()}
     learn(growing)
     learn(fixed)
-    assert all(
-        torch.equal(dict(large.named_parameters())[name][2:], values)
-        for name, values in rows.items()
-    )
+    assert all(torch.equal(head[key][2:], values) for key, values in rows.items())
     classes = 4
     enlarge(growing, 4)
     with torch.no_grad():  # the values that large outputs would have begun with
         for parameter, values in rows.items():
             dict(small.named_parameters())[parameter][2:] = values
     if "anchor" in vars(growing.learner):
-        named_anchor = dict(
-            zip(
-                growing.fleet.architecture.names,
-                growing.fleet.architecture.views(growing.learner.anchor),
-                strict=True,
-            )
-        )
+        architecture = growing.fleet.architecture
+        views = architecture.views(growing.learner.anchor)
+        anchor = dict(zip(architecture.names, views, strict=True))
         for parameter, values in rows.items():
-            named_anchor[parameter][0, 2:] = values
+            anchor[parameter][0, 2:] = values
     learn(growing, 2, 5, 4)
     learn(fixed, 2, 5, 4)
     assert growing.violations == fixed.violations
     assert torch.allclose(growing.fleet.theta, fixed.fleet.theta, atol=1e-5)
+
+
+def of_task(task: int) -> list[tuple[Tensor, Tensor]]:
+    batches = [batch(10 * task + number) for number in range(3)]
+    return [(x, y + 2 * task) for x, y in batches]
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "icarl"])
@@ -222,9 +201,7 @@ def test_tasks_with_more_classes_than_outputs_grow_the_head_at_once_as_if_it_had
 
     def run(learner: OnePass) -> None:
         for task in range(3):
-            seen = [
-                (x, y + 2 * task) for x, y in (batch(10 * task + number) for number in range(3))
-            ]
+            seen = of_task(task)
             for one in seen:
                 learner.observe(*one)
             learner.end_task(again=seen)
@@ -232,12 +209,11 @@ def test_tasks_with_more_classes_than_outputs_grow_the_head_at_once_as_if_it_had
     growing = learner_of(name, tasks=tasks)
     values = {key: p.detach().clone() for key, p in growing.module.named_parameters()}
     x, y = batch(0)
-    begin(growing, read_batch(growing, x, y)[0], y.tolist(), 0)  # what the first batch does first
+    # What the first batch does first.
+    growing._begin(growing._batch([x], y, None), y.tolist(), 0, crossing=False)
     assert growing.outputs == 6
-    assert all(
-        torch.equal(p[: len(values[key])], values[key])
-        for key, p in growing.module.named_parameters()
-    )
+    for key, p in growing.module.named_parameters():
+        assert torch.equal(p[: len(values[key])], values[key])
     large = net(6)
     large.load_state_dict(growing.module.state_dict())
     fixed = learner_of(name, large, tasks=tasks, grow=False)
@@ -251,15 +227,12 @@ def test_tasks_with_more_classes_than_outputs_grow_the_head_at_once_as_if_it_had
 def test_outputs_beyond_the_declared_classes_take_no_part(name: str) -> None:
     module = net(6)
     learner = learner_of(name, module, tasks=[[0, 1], [2, 3]], grow=False)
-    before = {
-        key: p.detach()[4:].clone() for key, p in module.named_parameters() if key.startswith("2.")
-    }
+    head = dict(module[2].named_parameters())
+    before = {key: p.detach()[4:].clone() for key, p in head.items()}
     for task in range(2):
-        seen = [(x, y + 2 * task) for x, y in (batch(10 * task + number) for number in range(3))]
+        seen = of_task(task)
         for one in seen:
             learner.observe(*one)
         learner.end_task(again=seen)
-    assert all(
-        torch.equal(dict(module.named_parameters())[key][4:], rows) for key, rows in before.items()
-    )
+    assert all(torch.equal(head[key][4:], rows) for key, rows in before.items())
     assert set(learner.predict(batch(3)[0], task=1).tolist()) <= {2, 3}

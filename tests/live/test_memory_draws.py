@@ -1,16 +1,22 @@
-"""What is drawn from the memory of a stream, what leaves no trace in it, and how it goes on when it is restored."""
+"""What is drawn from a memory, what leaves no trace in it, and how it goes on when restored."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from live_memory import (
+from onepass import InputError, Memory, OnePass
+from onepass.engine.batch import Batch
+from onepass.live.memory import LiveMemory, Policy
+from onepass.live.saving import packed
+from tests.live.memories import (
     CLASSES,
     EACH,
     Offered,
@@ -24,11 +30,6 @@ from live_memory import (
     some_labels,
     something,
 )
-from onepass import InputError, Memory, OnePass
-from onepass.engine.batch import Batch
-from onepass.live.memory import StreamMemory
-from onepass.live.plan import Policy
-from onepass.live.saving import packed
 
 # ---- what is drawn
 
@@ -82,9 +83,9 @@ def test_every_visible_example_is_drawn_equally_often() -> None:
     own = counts[sorted(numbers_in(memory))]
     chance = 6 / 30
     assert own.sum() == 12_000
-    assert (
-        (own - 2000 * chance) ** 2 / (2000 * chance * (1 - chance))
-    ).sum() < 70  # 29 degrees of freedom: above once in 30 000 times
+    squares = (own - 2000 * chance) ** 2 / (2000 * chance * (1 - chance))
+    # 29 degrees of freedom: chance alone is above 70 once in 30 000 times.
+    assert squares.sum() < 70
 
 
 def test_the_current_task_is_never_drawn_and_few_examples_are_all_drawn() -> None:
@@ -99,9 +100,8 @@ def test_the_current_task_is_never_drawn_and_few_examples_are_all_drawn() -> Non
             assert len(found) == 10 * task
             offered(memory, range(CLASSES))
         memory.end_task()
-        assert sorted(memory.of([task]).x[0, :, 0].tolist()) == [
-            number for number in sorted(numbers_in(memory)) if offered.task[number] == task
-        ]
+        own = [number for number in numbers_in(memory) if offered.task[number] == task]
+        assert sorted(memory.of([task]).x[0, :, 0].tolist()) == sorted(own)
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
@@ -109,21 +109,16 @@ def test_the_current_task_is_never_drawn_and_few_examples_are_all_drawn() -> Non
 def test_without_tasks_nothing_recent_is_drawn_and_everything_older_is(
     policy: Policy, recent: int
 ) -> None:
-    memory, offered, random = (
-        memory_of(Memory(examples=40, recent=recent), policy, task_free=True),
-        Offered(),
-        Random(recent),
-    )
+    memory = memory_of(Memory(examples=40, recent=recent), policy, task_free=True)
+    offered, random = Offered(), Random(recent)
     for step in range(80):
         assert memory.fleet.steps == step
         drawn = memory.draw(40)
         found = [] if drawn is None else [int(n) for n in drawn.x[0, :, 0].tolist()]
         assert all(step - offered.batch[number] > recent for number in found)
         if memory.size:
-            old = {
-                number for number in numbers_in(memory) if step - offered.batch[number] > recent + 1
-            }
-            assert old <= set(found)
+            ages = {number: step - offered.batch[number] for number in numbers_in(memory)}
+            assert {number for number, age in ages.items() if age > recent + 1} <= set(found)
         offered(memory, some_labels(random))
         check(memory, offered)
     assert memory.visible > 20
@@ -142,28 +137,18 @@ def test_what_a_task_free_method_is_given_was_in_the_stream_with_that_label_and_
             given.append(batch)
         return batch
 
-    monkeypatch.setattr(StreamMemory, "draw", listen)
-    learner = OnePass(
-        nn.Linear(2, 6),
-        method,
-        learning_rate=1e-3,
-        task_free=True,
-        grow=True,
-        reference_batch=9,
-        memory=Memory(examples=25, recent=5),
-        seed=3,
-    )
+    monkeypatch.setattr(LiveMemory, "draw", listen)
+    asked: dict[str, Any] = {"task_free": True, "grow": True, "reference_batch": 9, "seed": 3}
+    asked |= {"memory": Memory(examples=25, recent=5)}
+    learner = OnePass(nn.Linear(2, 6), method, learning_rate=1e-3, **asked)
     random, labels = Random(1), list[int]()
     for step in range(60):
-        y = [
-            random.randrange(2 + step // 10) for _ in range(6)
-        ]  # a new class now and then, and in the end more than there were outputs
+        # A new class now and then, and in the end more than there were outputs.
+        y = [random.randrange(2 + step // 10) for _ in range(6)]
         first, labels = len(labels), labels + y
         given.clear()
-        learner.observe(
-            torch.stack([torch.arange(first, first + 6.0) / 1000, torch.ones(6)], 1),
-            torch.tensor(y),
-        )
+        x = torch.stack([torch.arange(first, first + 6.0) / 1000, torch.ones(6)], 1)
+        learner.observe(x, torch.tensor(y))
         for batch in given:
             numbers = [round(1000 * n) for n in batch.x[0, :, 0].tolist()]
             assert batch.slots[0].tolist() == [labels[number] for number in numbers]
@@ -190,16 +175,13 @@ def test_a_module_that_works_in_place_on_its_inputs_does_not_change_what_is_reme
 ) -> None:
     modules = [Halving(False), Halving(True)]
     modules[1].load_state_dict(modules[0].state_dict())
-    learners = [
-        OnePass(module, method, learning_rate=0.1, memory=Memory(per_task=10)) for module in modules
-    ]
+    plan = Memory(per_task=10)
+    learners = [OnePass(module, method, learning_rate=0.1, memory=plan) for module in modules]
     generator = torch.Generator().manual_seed(2)
     for _ in range(2):
         for _ in range(3):
-            x, y = (
-                torch.randn(5, 3, generator=generator),
-                torch.randint(0, 2, (5,), generator=generator),
-            )
+            x = torch.randn(5, 3, generator=generator)
+            y = torch.randint(0, 2, (5,), generator=generator)
             for learner in learners:
                 learner.observe(x.clone(), y)
         for learner in learners:
@@ -228,17 +210,14 @@ class Tempered(nn.Module):
         return far * (outputs - y).square().mean()
 
 
+SCALES = {"NaN": float("nan"), "infinite": float("inf"), "a gradient too large to square": 1e30}
+
+
 @pytest.mark.parametrize("method", ["er", "gem", "s-gem", "a-gem", "mega-1", "mega-2"])
-@pytest.mark.parametrize(
-    "scale",
-    [float("nan"), float("inf"), 1e30],
-    ids=["NaN", "infinite", "a gradient too large to square"],
-)
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_a_refused_batch_leaves_no_trace(method: str, scale: float) -> None:
-    module = Tempered()
-    learner = OnePass(
-        module, method, learning_rate=1e-3, loss=module.loss, memory=Memory(per_task=8)
-    )
+    module, plan = Tempered(), Memory(per_task=8)
+    learner = OnePass(module, method, learning_rate=1e-3, loss=module.loss, memory=plan)
     for task in range(2):
         for step in range(3):
             learner.observe(torch.tensor([[1.0, 0.5 + step]] * 4), torch.full((4, 1), 10.0 + task))
@@ -246,10 +225,8 @@ def test_a_refused_batch_leaves_no_trace(method: str, scale: float) -> None:
     learner.observe(torch.ones(4, 2), torch.full((4, 1), 9.0))
     before = packed(learner)
     module.scale = scale
-    wrong = (
-        torch.tensor([[2.0, 0.5]] * 4),
-        torch.full((4, 1), -5.0),
-    )  # in conflict with what is remembered
+    # In conflict with what is remembered.
+    wrong = torch.tensor([[2.0, 0.5]] * 4), torch.full((4, 1), -5.0)
     for _ in range(3):
         with pytest.raises(InputError, match="nothing was learnt"):
             learner.observe(*wrong)
@@ -265,13 +242,8 @@ def test_a_refused_batch_leaves_no_trace(method: str, scale: float) -> None:
 def test_a_first_batch_that_is_refused_does_not_decide_what_examples_look_like(
     wrong: Tensor,
 ) -> None:
-    learner = OnePass(
-        nn.Linear(6, 2),
-        "er",
-        learning_rate=0.1,
-        loss=nn.functional.mse_loss,
-        memory=Memory(per_task=8),
-    )
+    plan, loss = Memory(per_task=8), nn.functional.mse_loss
+    learner = OnePass(nn.Linear(6, 2), "er", learning_rate=0.1, loss=loss, memory=plan)
     with pytest.raises(InputError, match="nothing was learnt"):
         learner.observe(wrong, torch.ones(4, 2))
     for _ in range(2):
@@ -309,20 +281,14 @@ def test_a_restored_memory_goes_on_identically(
         if happened % 40 == 5:  # on from here in another one
             fresh = memory_of(plan, policy, task_free)
             fresh.fleet.steps = memory.fleet.steps
-            fresh.restore(
-                {name: tensor.clone() for name, tensor in memory.state().items()}, memory.counters()
-            )
+            state = {name: tensor.clone() for name, tensor in memory.state().items()}
+            fresh.restore(state, memory.counters())
             check(fresh, offered)
             assert_same_state(fresh, memory)
             assert fresh.counts() == memory.counts()
             assert fresh.groups() == memory.groups()
             same, again = Random(happened), Random(happened)
-            twin = Offered()
-            twin.labels, twin.task, twin.batch = (
-                list(offered.labels),
-                list(offered.task),
-                list(offered.batch),
-            )
+            twin = copy.deepcopy(offered)
             for _ in range(30):
                 assert_same_batch(something(fresh, twin, same), something(memory, offered, again))
             assert_same_state(fresh, memory)

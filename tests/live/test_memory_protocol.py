@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-
 from live_memory import Offered, memory_of
+
 from onepass import Memory
 from onepass.memory import EpisodicMemory
 

@@ -15,7 +15,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn, optim
 
-from live_saving import (
+from onepass import Memory, OnePass
+from onepass.errors import InputError
+from onepass.live.saving import packed
+from tests.live.saved_learners import (
     BETWEEN,
     EVENTS,
     MIDDLE,
@@ -24,48 +27,29 @@ from live_saving import (
     TASKS,
     Case,
     Data,
+    appearing,
     classes,
     net,
+    normed,
     numbers,
     square,
     torch_optimizer,
     values,
 )
-from onepass import Memory, OnePass
-from onepass.errors import InputError
-from onepass.live.saving import packed
-from toys import FEATURES, Dropped, Normed, Tied, small_net
+from tests.toys import FEATURES, Dropped, Tied, small_net
 
 
 def several(task: int, batch: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Inputs of several shapes and kinds."""
     generator, (x, y) = numbers(task, batch), classes(task, batch)
-    return (
-        x,
-        torch.randint(0, 9, (6,), generator=generator),
-        torch.randn(6, 3, generator=generator),
-        torch.randn(6, 3, generator=generator),
-    ), y
+    words = torch.randint(0, 9, (6,), generator=generator)
+    third, fourth = (torch.randn(6, 3, generator=generator) for _ in range(2))
+    return (x, words, third, fourth), y
 
 
 def by_name(task: int, batch: int) -> tuple[dict[str, Tensor], Tensor]:
-    inputs, y = several(task, batch)
-    return dict(
-        zip(("word", "x", "third", "fourth"), (inputs[1], inputs[0], *inputs[2:]), strict=True)
-    ), y
-
-
-def appearing(task: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Classes that appear in the middle of tasks."""
-    generator = numbers(task, batch)
-    y = torch.randint(0, 2 + 2 * task + batch, (6,), generator=generator)
-    return torch.randn(6, FEATURES, generator=generator) + y[:, None] / 2, y
-
-
-def normed() -> nn.Module:
-    module = Normed()
-    module.fc = nn.Linear(3 * FEATURES, 6)
-    return module
+    (x, words, third, fourth), y = several(task, batch)
+    return {"word": words, "x": x, "third": third, "fourth": fourth}, y
 
 
 def dropped() -> nn.Module:
@@ -108,7 +92,7 @@ class Buffered(nn.Module):
 def assert_goes_on(
     case: Case, path: Path, stops: tuple[int, ...] = (0, 2, BETWEEN, MIDDLE, 8)
 ) -> OnePass:
-    """A learner that is saved at these places goes on, in other modules too, as one does that nobody disturbs."""
+    """A learner that is saved at these places goes on as one that is not, in other modules too."""
     whole, saved, place = case.start(), case.start(), 0
     losses, before = case.run(whole), list[float]()
     expected = packed(whole)
@@ -125,7 +109,7 @@ def assert_goes_on(
     for learner, stop, seen in loaded:
         assert case.run(learner, stop) == losses[seen:]
         assert packed(learner) == expected
-    assert torch.equal(case.answers(loaded[-1][0]), case.answers(whole))
+    assert torch.equal(case.outputs(loaded[-1][0]), case.outputs(whole))
     return loaded[-1][0]
 
 
@@ -137,13 +121,9 @@ MORE_OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "RAdam": torch_optimizer(optim.RAdam, lr=0.02),
     "Rprop": torch_optimizer(optim.Rprop, lr=0.02),
     "Adafactor": torch_optimizer(optim.Adafactor, lr=0.02),
-    "a rate that is a tensor": lambda parameters: optim.Adam(
-        parameters, lr=torch.tensor(0.02), foreach=False
-    ),
-    "two groups": lambda parameters: optim.SGD(
-        [{"params": [p], "lr": 0.1 / (1 + i)} for i, p in enumerate(parameters)],
-        lr=0.1,
-        momentum=0.9,
+    "a rate that is a tensor": torch_optimizer(optim.Adam, lr=torch.tensor(0.02), foreach=False),
+    "a group per parameter": lambda parameters: optim.SGD(
+        [{"params": [p], "lr": 0.1 / (1 + i)} for i, p in enumerate(parameters)], momentum=0.9
     ),
     "some parameters": lambda parameters: optim.Adam(list(parameters)[-2:], lr=0.05),
 }
@@ -169,9 +149,8 @@ def test_every_method_goes_on_bit_identically_wherever_it_was_saved(
 
 @pytest.mark.parametrize("method", ["er", "gem", "a-gem", "icarl"])
 def test_what_is_traced_goes_on_bit_identically(method: str, tmp_path: Path) -> None:
-    loaded = assert_goes_on(
-        Case(method, build=partial(small_net, 6), tasks=TASKS), tmp_path / "file", (MIDDLE,)
-    )
+    case = Case(method, build=partial(small_net, 6), tasks=TASKS)
+    loaded = assert_goes_on(case, tmp_path / "file", (MIDDLE,))
     assert loaded.fleet.gradients._programs or method == "icarl"
 
 
@@ -204,9 +183,10 @@ def test_tied_weights_and_buffers_of_all_kinds_go_on_bit_identically(
     assert_goes_on(Case("mega-1", build=build), tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    "method", [name for name, learner in SUPPORTED.items() if not learner.needs.boundaries]
-)
+TASK_FREE = [name for name, learner in SUPPORTED.items() if not learner.needs.boundaries]
+
+
+@pytest.mark.parametrize("method", TASK_FREE)
 @pytest.mark.parametrize("policy", ["class-balanced", "reservoir"])
 def test_a_task_free_stream_goes_on_bit_identically(
     method: str, policy: Any, tmp_path: Path
@@ -218,11 +198,8 @@ def test_a_task_free_stream_goes_on_bit_identically(
 @pytest.mark.parametrize("name", [name for name in METHOD if name != "icarl"])
 def test_a_loss_of_ones_own_goes_on_bit_identically(name: str, tmp_path: Path) -> None:
     settings = {"labels": "data"} if name.startswith("ewc") else {}
-    assert_goes_on(
-        case_of(name, settings=settings, data=values, loss=square),
-        tmp_path / "file",
-        (BETWEEN, MIDDLE),
-    )
+    case = case_of(name, settings=settings, data=values, loss=square)
+    assert_goes_on(case, tmp_path / "file", (BETWEEN, MIDDLE))
 
 
 @pytest.mark.parametrize("data", [several, by_name], ids=["in order", "by name"])
@@ -230,16 +207,17 @@ def test_a_loss_of_ones_own_goes_on_bit_identically(name: str, tmp_path: Path) -
 def test_several_inputs_go_on_bit_identically(
     method: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The order in which a file's tensors come is up to the reader, so make it the most inconvenient one.
+    # The order of a file's tensors is up to its reader, so this is the most inconvenient one.
     load = safetensors.torch.load
-    monkeypatch.setattr(
-        safetensors.torch, "load", lambda content: dict(sorted(load(content).items(), reverse=True))
-    )
+
+    def backwards(content: bytes) -> dict[str, Tensor]:
+        return dict(sorted(load(content).items(), reverse=True))
+
+    monkeypatch.setattr(safetensors.torch, "load", backwards)
     loaded = assert_goes_on(Case(method, build=Several, data=data), tmp_path / "file")
     given = data(0, 0)[0]
-    for mine, its in zip(
-        loaded._sample, given.values() if isinstance(given, dict) else given, strict=True
-    ):
+    inputs = given.values() if isinstance(given, dict) else given
+    for mine, its in zip(loaded._sample, inputs, strict=True):
         assert torch.equal(mine, its[:2]), "examples to export with"
 
 
@@ -248,13 +226,8 @@ def test_several_inputs_go_on_bit_identically(
 def test_a_head_that_has_grown_goes_on_bit_identically(
     method: str, optimizer: str | None, tmp_path: Path
 ) -> None:
-    case = Case(
-        method,
-        {"grow": True},
-        partial(net, 2),
-        appearing,
-        OPTIMIZERS[optimizer] if optimizer else None,
-    )
+    driven = OPTIMIZERS[optimizer] if optimizer else None
+    case = Case(method, {"grow": True}, partial(net, 2), appearing, driven)
     loaded = assert_goes_on(case, tmp_path / "file")
     assert loaded.outputs == 8
 
@@ -263,21 +236,15 @@ def test_a_head_that_has_grown_goes_on_bit_identically(
 def test_a_memory_goes_on_bit_identically_when_classes_appeared_in_the_middle_of_a_task(
     policy: Any, tmp_path: Path
 ) -> None:
-    case = Case(
-        "mega-1",
-        {"grow": True, "memory": Memory(per_task=7, policy=policy)},
-        partial(net, 2),
-        appearing,
-    )
-    assert_goes_on(case, tmp_path / "file")
+    settings = {"grow": True, "memory": Memory(per_task=7, policy=policy)}
+    assert_goes_on(Case("mega-1", settings, partial(net, 2), appearing), tmp_path / "file")
 
 
 def test_a_module_that_is_nothing_but_a_head_grows_and_goes_on_bit_identically(
     tmp_path: Path,
 ) -> None:
-    assert_goes_on(
-        Case("er", {"grow": True}, partial(nn.Linear, FEATURES, 2), appearing), tmp_path / "file"
-    )
+    case = Case("er", {"grow": True}, partial(nn.Linear, FEATURES, 2), appearing)
+    assert_goes_on(case, tmp_path / "file")
 
 
 @pytest.mark.parametrize("policy", ["class-balanced", "class-reservoir", "ring", "reservoir"])
@@ -298,11 +265,8 @@ def test_a_memory_on_disk_goes_on_bit_identically(limit: int | None, tmp_path: P
 
 @every_method
 def test_mixed_precision_goes_on_bit_identically(name: str, tmp_path: Path) -> None:
-    assert_goes_on(
-        case_of(name, tasks=TASKS, settings={"precision": "bfloat16"}),
-        tmp_path / "file",
-        (BETWEEN, MIDDLE),
-    )
+    case = case_of(name, tasks=TASKS, settings={"precision": "bfloat16"})
+    assert_goes_on(case, tmp_path / "file", (BETWEEN, MIDDLE))
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16], ids=str)
@@ -318,13 +282,12 @@ def test_modules_of_other_precisions_go_on_bit_identically(
 
 def test_tasks_with_names_go_on_in_whatever_order_they_come(tmp_path: Path) -> None:
     case = Case("mega-1", tasks={"b": [2, 3], 7: [4, 5], "a": [0, 1]})
-    names = ["a", "b", 7]
+    names: list[int | str] = ["a", "b", 7]
+    events = [event for event in EVENTS if not isinstance(event, str)]
 
     def run(learner: OnePass, begin: int, end: int) -> list[float]:
-        seen = [event for event in EVENTS if not isinstance(event, str)]
-        return [
-            learner.observe(*classes(*event), task=names[event[0]]) for event in seen[begin:end]
-        ]  # type: ignore[arg-type]
+        seen = events[begin:end]
+        return [learner.observe(*classes(*event), task=names[event[0]]) for event in seen]
 
     whole = case.start()
     losses = run(whole, 0, 9)

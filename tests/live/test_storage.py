@@ -1,4 +1,4 @@
-"""Examples on disk: room is made for all columns or for none, and a forked process does not touch its parent's."""
+"""Examples on disk: room for all columns or for none, and a forked process leaves them alone."""
 
 from __future__ import annotations
 

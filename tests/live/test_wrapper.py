@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from live_wrapper import CLASSES, alike, equal, partly_frozen, plainly, pure, sgd, stream
 from onepass import InputError, Memory, OnePass
-from toys import FEATURES, Normed, Tied, small_net
+from tests.live.modules import CLASSES, alike, equal, partly_frozen, plainly, pure, sgd, stream
+from tests.toys import FEATURES, Normed, Tied, small_net
 
 
 @pytest.mark.parametrize("names", [True, False], ids=["dict", "tuple"])

@@ -1,3 +1,5 @@
+"""Initial weights of a fully connected network."""
+
 from __future__ import annotations
 
 import math

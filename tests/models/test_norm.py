@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -73,12 +75,8 @@ def test_a_file_that_counts_batches_can_be_loaded() -> None:
 def test_whether_a_pass_moves_running_statistics_is_the_callers_choice(
     constants: Constants, moves: bool
 ) -> None:
-    fleet = Fleet(
-        lambda: ResNet(4, 6, (1, 1), channels=2, batch_norm=constants),
-        [1, 2],
-        Slots(separate_heads(3, 2)),
-        [0.1, 0.1],
-    )
+    build = partial(ResNet, 4, 6, (1, 1), channels=2, batch_norm=constants)
+    fleet = Fleet(build, [1, 2], Slots(separate_heads(3, 2)), [0.1, 0.1])
     batch = Batch(torch.randn(2, 5, 2, 8, 8), torch.randint(0, 6, (2, 5)))
     for _ in range(2):  # by autograd or a program, and by a program
         before = {name: b.clone() for name, b in fleet.buffers.items()}

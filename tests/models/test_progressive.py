@@ -1,7 +1,10 @@
+"""Progressive networks: every column is the formula, and only the last one learns."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -21,9 +24,7 @@ FLAT, IMAGES = (5,), (3, 8, 8)
 both = pytest.mark.parametrize(
     ("build", "shape"), [(fully_connected, FLAT), (residual, IMAGES)], ids=["mlp", "resnet"]
 )
-with_and_without_inputs = pytest.mark.parametrize(
-    "inputs", [False, True], ids=["", "input-laterals"]
-)
+inputs_or_not = pytest.mark.parametrize("inputs", [False, True], ids=["", "input-laterals"])
 
 
 def filled(network: Progressive) -> Progressive:
@@ -47,7 +48,7 @@ def values_of(network: nn.Module) -> Values:
 
 
 def slices(v: Values, k: int, s: int, width: int) -> list[Tensor]:
-    """The lateral matrix of each earlier column `j < k` into stage `s` of column `k`."""
+    """The lateral matrices of earlier columns `j < k` into stage `s` of column `k`, if any."""
     name = f"columns.{k}.laterals.{s}.weight"
     return [v[name][:, j * width : (j + 1) * width] for j in range(k)] if name in v else []
 
@@ -84,14 +85,14 @@ def resnet_by_hand(v: Values, x: Tensor, column: int, learning: int | None = Non
             if s == 0:
                 out = norm(v, f"{name}.1", conv2d(h, v[f"{name}.0.weight"], padding=1), training)
             else:
-                name = f"{name}.0"
-                out = conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
-                out = norm(v, f"{name}.bn1", out, training).relu()
-                out = conv2d(out, v[f"{name}.conv2.weight"], padding=1)
-                out = norm(v, f"{name}.bn2", out, training)
+                first, second = (v[f"{name}.0.conv{i}.weight"] for i in (1, 2))
+                out = conv2d(h, first, stride=stride, padding=1)
+                out = norm(v, f"{name}.0.bn1", out, training).relu()
+                out = conv2d(out, second, padding=1)
+                out = norm(v, f"{name}.0.bn2", out, training)
                 if stride == 2:
-                    h = conv2d(h, v[f"{name}.downsample.0.weight"], stride=2)
-                    h = norm(v, f"{name}.downsample.1", h, training)
+                    h = conv2d(h, v[f"{name}.0.downsample.0.weight"], stride=2)
+                    h = norm(v, f"{name}.0.downsample.1", h, training)
                 out = out + h
             for j, u in enumerate(slices(v, k, s, levels[s, 0].shape[1])):
                 out = out + conv2d(levels[s, j], u, stride=stride)
@@ -103,7 +104,7 @@ def resnet_by_hand(v: Values, x: Tensor, column: int, learning: int | None = Non
     return head
 
 
-@with_and_without_inputs
+@inputs_or_not
 @pytest.mark.parametrize("columns", [1, 2, 4])
 def test_every_column_of_an_mlp_is_the_formula(columns: int, inputs: bool) -> None:
     network, x = filled(Progressive(fully_connected, columns, inputs)).eval(), torch.randn(7, 5)
@@ -113,7 +114,7 @@ def test_every_column_of_an_mlp_is_the_formula(columns: int, inputs: bool) -> No
         assert torch.allclose(network(x), mlp_by_hand(values_of(network), x, k), atol=1e-5)
 
 
-@with_and_without_inputs
+@inputs_or_not
 @pytest.mark.parametrize("columns", [1, 3])
 def test_every_column_of_a_residual_network_is_the_formula(columns: int, inputs: bool) -> None:
     network, x = filled(Progressive(residual, columns, inputs)).eval(), torch.randn(4, *IMAGES)
@@ -126,15 +127,15 @@ def test_in_training_only_the_last_column_uses_the_statistics_of_the_batch() -> 
     network, x = filled(Progressive(residual, 3)), torch.randn(4, *IMAGES)
     v = values_of(network)
     expected = resnet_by_hand(v, x, 2, learning=2)
-    assert torch.allclose(network(x), expected, atol=1e-4)  # as it was built
+    assert torch.allclose(network(x), expected, atol=1e-4), "as it was built"
     network.load_state_dict(v)
     assert torch.allclose(network.eval().train()(x), expected, atol=1e-4)
     assert not torch.allclose(network(x), resnet_by_hand(v, x, 2), atol=1e-2)
 
 
 @both
-@with_and_without_inputs
-def test_a_column_puts_out_the_same_bits_after_more_were_added(
+@inputs_or_not
+def test_a_column_answers_bit_identically_after_more_were_added(
     build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
 ) -> None:
     x, outputs, values = torch.randn(4, *shape), [], {}
@@ -230,43 +231,42 @@ def count(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-@with_and_without_inputs
+@inputs_or_not
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_parameters_grow_with_the_square_of_the_columns(columns: int, inputs: bool) -> None:
     """`T` columns are `T` networks and `T (T − 1) / 2` times what connects two of them."""
     pairs = columns * (columns - 1) // 2
-    for build, between in (
-        (fully_connected, 4 * 3 + 3 * 6 + (5 * 4 if inputs else 0)),
-        (residual, 4 * 4 + 4 * 8 + 8 * 6 + (3 * 4 if inputs else 0)),
+    for build, between, of_inputs in (
+        (fully_connected, 4 * 3 + 3 * 6, 5 * 4),
+        (residual, 4 * 4 + 4 * 8 + 8 * 6, 3 * 4),
     ):
+        between += of_inputs if inputs else 0
         expected = columns * count(build()) + pairs * between
         assert count(Progressive(build, columns, inputs)) == expected
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Linear(3, 2),
-        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)),
-        nn.Sequential(nn.Sequential(nn.Linear(3, 2))),
-    ],
-    ids=["no sequence", "another activation", "nested"],
-)
+NOT_STAGES = {
+    "no sequence": nn.Linear(3, 2),
+    "another activation": nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)),
+    "nested": nn.Sequential(nn.Sequential(nn.Linear(3, 2))),
+}
+
+
+@pytest.mark.parametrize("module", NOT_STAGES.values(), ids=NOT_STAGES)
 def test_what_cannot_be_taken_apart_is_refused(module: nn.Module) -> None:
     with pytest.raises(InputError, match="take apart"):
         stages(module)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
-        nn.Sequential(nn.ReLU(), nn.Linear(3, 2)),
-        nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU()),
-        nn.Sequential(),
-    ],
-    ids=["no ReLU between", "ReLU first", "ReLU last", "empty"],
-)
+UNUSUAL = {
+    "no ReLU between": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
+    "ReLU first": nn.Sequential(nn.ReLU(), nn.Linear(3, 2)),
+    "ReLU last": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU()),
+    "empty": nn.Sequential(),
+}
+
+
+@pytest.mark.parametrize("module", UNUSUAL.values(), ids=UNUSUAL)
 def test_stages_compute_what_the_module_does_or_it_is_refused(module: nn.Sequential) -> None:
     x = torch.randn(9, 3)
     try:
@@ -281,7 +281,7 @@ def test_stages_compute_what_the_module_does_or_it_is_refused(module: nn.Sequent
 
 
 @both
-@with_and_without_inputs
+@inputs_or_not
 def test_lateral_connections_may_have_biases_of_their_own(
     build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
 ) -> None:
@@ -292,13 +292,13 @@ def test_lateral_connections_may_have_biases_of_their_own(
         for name, value in [*filled(plain).named_parameters(), *plain.named_buffers()]:
             dict([*biased.named_parameters(), *biased.named_buffers()])[name].copy_(value)
         for name, value in biased.named_parameters():
-            if ".biases." in name:
+            if ".biases." in name:  # they add up to nothing
                 opposite = torch.tensor([0.3, -0.3] if len(value) == 2 else [0.0])
                 value.copy_(opposite[:, None].expand_as(value))
     x = torch.randn(4, *shape)
     biased.eval(), plain.eval()
-    assert torch.allclose(biased(x), plain(x), atol=1e-5)  # they add up to nothing
+    assert torch.allclose(biased(x), plain(x), atol=1e-5)
+    biases = cast(nn.ParameterDict, biased.columns[2].biases)
     with torch.no_grad():
-        biased.columns[2].biases[max(biased.columns[2].biases)][1, 0] += 1  # type: ignore[union-attr, index, operator]
-    # That bias is of the last stage, whose outputs are the network's.
+        biases[max(biases)][1, 0] += 1  # of the last stage, which is the output
     assert torch.allclose(biased(x)[:, 0], plain(x)[:, 0] + 1, atol=1e-5)

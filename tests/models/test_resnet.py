@@ -1,3 +1,5 @@
+"""The residual network of the paper: its parameters, its forward pass and its gradients."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -35,10 +37,8 @@ def norm(v: Values, name: str, x: Tensor, training: bool) -> Tensor:
     mean, var = v[f"{name}.running_mean"], v[f"{name}.running_var"]
     if training:
         mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
-    mean, var, gain, bias = (
-        t[:, None, None] for t in (mean, var, v[f"{name}.weight"], v[f"{name}.bias"])
-    )
-    return (x - mean) / (var + 1e-5).sqrt() * gain + bias
+    gain, bias = v[f"{name}.weight"] / (var + 1e-5).sqrt(), v[f"{name}.bias"]
+    return (x - mean[:, None, None]) * gain[:, None, None] + bias[:, None, None]
 
 
 def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Tensor:
@@ -47,12 +47,12 @@ def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Te
     for level, count in enumerate(blocks, start=1):
         for b in range(count):
             name, stride = f"layer{level}.{b}", 2 if level > 1 and b == 0 else 1
-            inner = conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
+            inner = functional.conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
             inner = norm(v, f"{name}.bn1", inner, training).relu()
-            inner = conv2d(inner, v[f"{name}.conv2.weight"], padding=1)
+            inner = functional.conv2d(inner, v[f"{name}.conv2.weight"], padding=1)
             inner = norm(v, f"{name}.bn2", inner, training)
             if f"{name}.downsample.0.weight" in v:
-                h = conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride)
+                h = functional.conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride)
                 h = norm(v, f"{name}.downsample.1", h, training)
             h = (inner + h).relu()
     return h.flatten(2).mean(2) @ v["fc.weight"].T + v["fc.bias"]
@@ -62,16 +62,17 @@ def test_the_network_of_the_paper_has_its_parameters_and_the_names_of_torchvisio
     names = dict(ResNet(20, 100).named_parameters())
     assert sum(p.numel() for p in names.values()) == 1_109_240
 
-    def norm_of(name: str) -> list[str]:
-        return [f"{name}.weight", f"{name}.bias"]
+    def convolution(at: str, norm: str) -> list[str]:
+        return [f"{at}.weight", f"{norm}.weight", f"{norm}.bias"]
 
-    expected = ["conv1.weight", *norm_of("bn1")]
+    expected = convolution("conv1", "bn1")
     for level in (1, 2, 3, 4):
-        for block in (f"layer{level}.0", f"layer{level}.1"):
+        for b in (0, 1):
+            block = f"layer{level}.{b}"
             for i in (1, 2):
-                expected += [f"{block}.conv{i}.weight", *norm_of(f"{block}.bn{i}")]
-            if level > 1 and block.endswith("0"):
-                expected += [f"{block}.downsample.0.weight", *norm_of(f"{block}.downsample.1")]
+                expected += convolution(f"{block}.conv{i}", f"{block}.bn{i}")
+            if level > 1 and b == 0:
+                expected += convolution(f"{block}.downsample.0", f"{block}.downsample.1")
     assert list(names) == [*expected, "fc.weight", "fc.bias"]
     assert names["conv1.weight"].shape == (20, 3, 3, 3)
     assert names["layer3.0.downsample.0.weight"].shape == (80, 40, 1, 1)
@@ -114,9 +115,8 @@ def test_stages_are_stem_layers_and_head_and_make_up_the_network() -> None:
     net, x = stirred(small()).eval(), torch.randn(5, 2, 8, 8)
     made = stages(net)
     assert len(made) == 4
-    assert {id(p) for stage in made for p in stage.body.parameters()} == {
-        id(p) for p in net.parameters()
-    }
+    in_stages = {id(p) for stage in made for p in stage.body.parameters()}
+    assert in_stages == {id(p) for p in net.parameters()}
     h = x
     for stage in made:
         h = stage.then(stage.body(h))
@@ -139,9 +139,9 @@ def test_lateral_connections_fit_what_they_are_added_to() -> None:
 def test_gradients_and_statistics_of_a_fleet_are_those_of_plain_autograd(
     mode: Mode, sizes: tuple[int, ...] | None
 ) -> None:
-    fleet = Fleet(
-        lambda: stirred(small()), [3, 4], Slots(separate_heads(3, 2)), [0.1, 0.1], gradients=mode
-    )
+    slots = Slots(separate_heads(3, 2))
+    fleet = Fleet(lambda: stirred(small()), [3, 4], slots, [0.1, 0.1], gradients=mode)
+    names, views = fleet.architecture.names, fleet.architecture.views
     batch = Batch(torch.randn(2, 6, 2, 8, 8), torch.randint(0, 6, (2, 6)), sizes)
     before = {name: b.clone() for name, b in fleet.buffers.items()}
     g, loss = fleet.grad(batch)

@@ -4,49 +4,40 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.table import Table
 
 from onepass.metrics import Record, select
-from onepass.report.table import better_than_baseline, document, table
+from onepass.report.table import document, table
 from onepass.studies.recipe import load
 from onepass.studies.results import Result
 from onepass.studies.store import Unit
 
 
 def record(final: float, seed: int = 0, **more: object) -> Record:
-    accuracy = np.full((3, 3), final)
-    made = Record(
-        seed,
-        {"learning_rate": 0.1},
-        accuracy,
-        np.zeros(3),
-        np.full((3, 11), 0.5),
-        None,
-        None,
-        1.0,
-        2_000_000,
-        False,
-    )
+    a, curve = np.full((3, 3), final), np.full((3, 11), 0.5)
+    rate = {"learning_rate": 0.1}
+    made = Record(seed, rate, a, np.zeros(3), curve, None, None, 1.0, 2_000_000, False)
     return replace(made, **more)  # type: ignore[arg-type]
 
 
 def result(name: str, *finals: float, **more: object) -> Result:
-    return Result(
-        name,
-        {"learning_rate": 0.1},
-        [record(final, seed, **more) for seed, final in enumerate(finals)],
-    )
+    records = [record(final, seed, **more) for seed, final in enumerate(finals)]
+    return Result(name, {"learning_rate": 0.1}, records)
+
+
+AGEM = result("a-gem", 0.5, 0.6, 0.7)
+
+
+def table_of(*results: Result) -> Table:
+    return table(load("split-digits", methods="all"), {r.method: r for r in results})
 
 
 def caption(*results: Result) -> str:
-    return str(
-        table(load("split-digits", methods="all"), {r.method: r for r in results}).caption or ""
-    )
+    return str(table_of(*results).caption or "")
 
 
 def test_the_table_says_who_beats_a_gem_with_the_same_examples() -> None:
-    said = caption(
-        result("a-gem", 0.5, 0.6, 0.7), result("er", 0.61, 0.7, 0.82), result("van", 0.9, 0.9, 0.9)
-    )
+    said = caption(AGEM, result("er", 0.61, 0.7, 0.82), result("van", 0.9, 0.9, 0.9))
     assert "better than a-gem with the same examples kept: er (+11.0 points)" in said
 
 
@@ -60,22 +51,16 @@ def test_the_table_says_who_beats_a_gem_with_the_same_examples() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_lead_within_the_noise_is_none(er: tuple[float, ...], why: str) -> None:
-    assert (
-        better_than_baseline({"a-gem": result("a-gem", 0.5, 0.6, 0.7), "er": result("er", *er)})
-        == {}
-    ), why
+    assert better_than_agem({"a-gem": AGEM, "er": result("er", *er)}) == {}, why
 
 
 def test_seeds_that_diverged_are_no_lead() -> None:
     lost = Result("er", {}, [record(0.9, 0), record(0.9, 1), record(0.9, 2, diverged=True)])
-    assert better_than_baseline({"a-gem": result("a-gem", 0.5, 0.6, 0.7), "er": lost}) == {}
+    assert better_than_agem({"a-gem": AGEM, "er": lost}) == {}
 
 
 def test_a_second_look_is_marked_and_explained() -> None:
-    made = table(
-        load("split-digits", methods="all"),
-        {"mas": result("mas", 0.5), "van": result("van", 0.5), "ewc": result("ewc", 0.5)},
-    )
+    made = table_of(*(result(name, 0.5) for name in ("mas", "van", "ewc")))
     assert list(made.columns[0].cells) == ["mas†", "van", "ewc"]
     assert "† sees each task's data a second time" in str(made.caption)
     own = load("split-digits", ["options.ewc.fisher=per-task"], methods="ewc")
@@ -85,7 +70,7 @@ def test_a_second_look_is_marked_and_explained() -> None:
 
 
 def test_a_second_look_is_marked_also_where_a_run_diverged() -> None:
-    made = table(load("split-digits", methods="all"), {"mas": result("mas", 0.5, diverged=True)})
+    made = table_of(result("mas", 0.5, diverged=True))
     assert list(made.columns[0].cells) == ["mas†"]
     assert "†" in str(made.caption)
 
@@ -95,32 +80,27 @@ def test_growth_is_reported_by_a_run_that_came_to_the_end() -> None:
         record(0.5, 0, diverged=True, state_by_task=[90_000]),
         record(0.5, 1, state_by_task=[90_000, 900_000, 51_700_000]),
     ]
-    assert "prog-nn grows: 90.0kB after its first task, 51.7MB after its last" in caption(
-        Result("prog-nn", {"learning_rate": 0.1}, runs)
-    )
-    assert "grows" not in caption(
-        result("van", 0.5, state_by_task=[2_000_000] * 3), result("er", 0.5, state_by_task=None)
-    )
+    said = caption(Result("prog-nn", {"learning_rate": 0.1}, runs))
+    assert "prog-nn grows: 90.0kB after its first task, 51.7MB after its last" in said
+    constant = result("van", 0.5, state_by_task=[2_000_000] * 3)
+    assert "grows" not in caption(constant, result("er", 0.5, state_by_task=None))
 
 
 def test_the_order_of_hyperparameters_does_not_matter_to_the_choice() -> None:
     """A store gives them back in another order than a grid has."""
-    orders = [("learning_rate", "distillation"), ("distillation", "learning_rate")]
-    values = {
-        "good": {"learning_rate": 0.1, "distillation": 1.0},
-        "bad": {"learning_rate": 0.3, "distillation": 1.0},
-    }
-    found = {"good": [0.8, 0.8], "bad": [0.9, 0.1]}
+    good = {"learning_rate": 0.1, "distillation": 1.0}
+    bad = {"learning_rate": 0.3, "distillation": 1.0}
     records = [
-        record(
-            found[point][seed],
-            seed,
-            hyperparameters={key: values[point][key] for key in orders[seed]},
-        )
-        for seed in (0, 1)
-        for point in values
+        record(0.8, 0, hyperparameters=good),
+        record(0.9, 0, hyperparameters=bad),
+        record(0.8, 1, hyperparameters=turned(good)),
+        record(0.1, 1, hyperparameters=turned(bad)),
     ]
-    assert select(records) == values["good"]
-    for order in orders:
-        unit = Unit({"hyperparameters": {key: values["good"][key] for key in order}, "seed": 0})
+    assert select(records) == good
+    for point in (good, turned(good)):
+        unit = Unit({"hyperparameters": point, "seed": 0})
         assert list(unit.hyperparameters) == ["learning_rate", "distillation"]
+
+
+def turned(point: dict[str, float]) -> dict[str, float]:
+    return dict(reversed(point.items()))

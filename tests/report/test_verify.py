@@ -19,7 +19,7 @@ from onepass.studies import recipe as recipes
 from onepass.studies.paper import KNOWN_DIFFERENCES, KnownDifference, Paper, known_differences
 from onepass.studies.recipe import Recipe, load
 from onepass.studies.results import cross_validation, evaluation
-from onepass.studies.store import Provenance, Store
+from onepass.studies.store import Provenance, Store, Unit
 
 RECIPE = load("quickstart", None, "van")
 
@@ -50,38 +50,24 @@ def made(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     published: Any,
-    accuracy: float = 0.5,
-    **more: Any,
+    missing: int = 0,
+    failed: str | None = None,
+    diverged: bool = False,
+    **changes: Any,
 ) -> verify.Verification:
-    """A study of one method with `accuracy` everywhere, compared with what the paper published."""
-    monkeypatch.setattr(
-        verify,
-        "from_stored",
-        lambda stored: Recipe(
-            **stored, summary="", paper=Paper(published={"van": published} if published else {})
-        ),
-    )
+    """The verdicts on a study of one method that got 0.5 everywhere, if this were published."""
+    paper = Paper(published={"van": published} if published else {})
+    monkeypatch.setattr(verify, "from_stored", lambda s: Recipe(**s, summary="", paper=paper))
     units = [*cross_validation(RECIPE, "van"), *evaluation(RECIPE, "van", {"learning_rate": 0.3})]
-    missing, failed, diverged = (
-        more.get("missing", 0),
-        more.get("failed"),
-        more.get("diverged", False),
-    )
-    with Store.write_to(
-        folder, create={"recipe": RECIPE.stored() | more.get("recipe", {})}
-    ) as store:
+    a = np.full((3, 3), 0.5)
+
+    def record(unit: Unit) -> Record:
+        return Record(unit.seed, unit.hyperparameters, a, a[0], a, None, None, 1.0, 1, diverged)
+
+    with Store.write_to(folder, create={"recipe": RECIPE.stored() | changes}) as store:
         store.plan([units])
-        a = np.full((3, 3), accuracy)
-        done = units[: len(units) - missing] if failed is None else units[: len(units) - 5]
-        store.add(
-            {
-                unit.id: Record(
-                    unit.seed, unit.hyperparameters, a, a[0], a, None, None, 1.0, 1, diverged
-                )
-                for unit in done
-            },
-            Provenance("", {}, ""),
-        )
+        done = units[: len(units) - (5 if failed else missing)]
+        store.add({unit.id: record(unit) for unit in done}, Provenance("", {}, ""))
         if failed:
             store.fail([unit.id for unit in units[-5:]], failed)
     return verify.verify(folder)
@@ -100,10 +86,9 @@ def seen(found: verify.Verification) -> str:
 def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = made(
-        tmp_path, monkeypatch, {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]}
-    )
-    assert verdicts(found) == {
+    paper = {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]}
+    found = made(tmp_path, monkeypatch, paper)
+    assert judgements(found) == {
         "A_T": "reproduced",
         "F_T": "close",
         "worst_forgetting": "not published",
@@ -115,12 +100,9 @@ def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(
 def test_a_difference_is_accepted_only_if_it_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = KnownDifference(
-        recipe="quickstart", method="van", metric="A_T", explanation="why", experiment="how"
-    )
-    monkeypatch.setattr(
-        verify, "known_differences", lambda name: [known] if name == "quickstart" else []
-    )
+    of = {"recipe": "quickstart", "method": "van", "metric": "A_T"}
+    known = {"quickstart": [KnownDifference(**of, explanation="why", experiment="how")]}
+    monkeypatch.setattr(verify, "known_differences", lambda name: known.get(name, []))
     assert made(tmp_path / "a", monkeypatch, {"A_T": [0.9, 0.01]}).accepted
     assert not made(tmp_path / "b", monkeypatch, {"A_T": [0.9, 0.01], "F_T": [0.9, 0.01]}).accepted
 
@@ -163,8 +145,8 @@ def test_a_study_that_is_not_finished_is_not_accepted(
 def test_published_numbers_are_not_for_a_changed_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, recipe={"memory_per_task": 7})
-    assert verdicts(found) == {"–": "not published"}
+    found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, memory_per_task=7)
+    assert judgements(found) == {"–": "not published"}
     assert found.changes == ["memory_per_task=7"]
     assert not found.accepted
     why = "the paper's numbers are not for this study, which has memory_per_task=7"
@@ -178,9 +160,8 @@ def test_a_study_without_published_numbers_is_not_accepted(
     found = made(tmp_path, monkeypatch, published)
     assert set(verdicts(found).values()) == {"not published"}
     assert not found.accepted
-    assert "nothing was compared: the recipe has no published numbers for these methods" in seen(
-        found
-    )
+    why = "the recipe has no published numbers for these methods"
+    assert f"nothing was compared: {why}" in seen(found)
 
 
 def test_one_number_that_is_compared_is_enough_to_accept(
@@ -194,9 +175,8 @@ def test_one_number_that_is_compared_is_enough_to_accept(
 
 def test_fewer_seeds_methods_and_grid_points_are_no_change_of_the_recipe() -> None:
     assert load("permuted-mnist", ["grids.van.learning_rate=0.03"], "van", 3).changes() == []
-    assert load(
-        "permuted-mnist", ["train_examples=1000", "options.a-gem.reference_batch=7"], "a-gem"
-    ).changes() == ["train_examples=1000", "options.a-gem.reference_batch=7"]
+    changes = ["train_examples=1000", "options.a-gem.reference_batch=7"]
+    assert load("permuted-mnist", changes, "a-gem").changes() == changes
 
 
 def test_the_file_of_known_differences_names_recipes_methods_and_metrics_that_exist() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cifar_files import Content, write_binary
 from onepass.streams import cifar
+from tests.streams.cifar_files import Content, write_binary
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""CIFAR-100 in every form it is published in: the same pool, or a clear refusal."""
+"""CIFAR-100 in every form it is published in: the same pool, or a sentence about what is wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cifar_files import (
+from onepass.errors import InputError
+from onepass.streams import cifar
+from tests.streams.cifar_files import (
     Content,
     assert_holds,
     pack,
@@ -22,17 +24,15 @@ from cifar_files import (
     write_images,
     write_python,
 )
-from onepass.errors import InputError
-from onepass.streams import cifar
-from onepass.streams.split_cifar import Options, SplitCifar
 
 
 @pytest.mark.parametrize("place", ["", "cifar100", "cifar-100-binary"])
 def test_the_binary_version_is_read_from_a_folder_its_subfolder_or_the_folder_itself(
     place: str, tmp_path: Path, made_up: Content
 ) -> None:
-    write_binary(tmp_path if place == "cifar-100-binary" else tmp_path / place, made_up)
-    assert_holds(tmp_path / place if place == "cifar-100-binary" else tmp_path, made_up)
+    itself = place == "cifar-100-binary"
+    write_binary(tmp_path if itself else tmp_path / place, made_up)
+    assert_holds(tmp_path / place if itself else tmp_path, made_up)
 
 
 @pytest.mark.parametrize("protocol", [None, *range(pickle.HIGHEST_PROTOCOL + 1)])
@@ -48,8 +48,10 @@ def test_the_python_version_is_read_whoever_pickled_it(
 def test_an_array_pickled_column_by_column_is_the_same_array(
     protocol: int, tmp_path: Path, made_up: Content
 ) -> None:
-    turned = {part: (np.asfortranarray(planes), some) for part, (planes, some) in made_up.items()}
-    write_python(tmp_path, turned, protocol)
+    by_columns = {
+        part: (np.asfortranarray(planes), labels) for part, (planes, labels) in made_up.items()
+    }
+    write_python(tmp_path, by_columns, protocol)
     assert_holds(tmp_path, made_up)
 
 
@@ -108,15 +110,14 @@ def test_what_is_unpacked_is_preferred_to_an_archive_and_images_come_last(
     write(tmp_path, {"cifar-100-binary.tar.gz": b"", "cifar-100-python.tar.gz": b""})
     (tmp_path / "train").mkdir()
     (tmp_path / "test").mkdir()
-    assert cifar.find(tmp_path) == cifar.Source(tmp_path / "cifar-100-binary.tar.gz", "binary")
+    binary, python = "cifar-100-binary", "cifar-100-python"
+    assert cifar.find(tmp_path) == cifar.Source(tmp_path / f"{binary}.tar.gz", "binary")
     write_python(tmp_path, made_up, 4)
-    assert cifar.find(tmp_path) == cifar.Source(tmp_path / "cifar-100-python", "python")
+    assert cifar.find(tmp_path) == cifar.Source(tmp_path / python, "python")
     write_binary(tmp_path, made_up)
-    assert cifar.find(tmp_path) == cifar.Source(tmp_path / "cifar-100-binary", "binary")
+    assert cifar.find(tmp_path) == cifar.Source(tmp_path / binary, "binary")
     write_binary(tmp_path / "cifar100", made_up)
-    assert cifar.find(tmp_path) == cifar.Source(
-        tmp_path / "cifar100" / "cifar-100-binary", "binary"
-    )
+    assert cifar.find(tmp_path) == cifar.Source(tmp_path / "cifar100" / binary, "binary")
 
 
 def test_a_folder_without_cifar_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -139,8 +140,9 @@ def test_a_binary_file_of_another_length_is_refused_by_its_name(
     write_binary(tmp_path, made_up)
     path = tmp_path / "cifar-100-binary" / f"{part}.bin"
     path.write_bytes(harm(path.read_bytes()))
-    records = f"CIFAR-100 has {100 * cifar.EACH[part]} records of 3074"
-    assert f"{path} has {path.stat().st_size} bytes, and {records}" in refusal(tmp_path)
+    size, records = path.stat().st_size, 100 * cifar.EACH[part]
+    says = f"{path} has {size} bytes, and CIFAR-100 has {records} records of 3074"
+    assert says in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["binary", "python"])
@@ -188,9 +190,8 @@ def test_a_file_that_may_not_be_read_is_named(
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "open", forbidden)
-    assert f"{tmp_path}/cifar-100-binary/train.bin cannot be read (Permission denied)" in refusal(
-        tmp_path
-    )
+    path = tmp_path / "cifar-100-binary" / "train.bin"
+    assert f"{path} cannot be read (Permission denied)" in refusal(tmp_path)
 
 
 def test_images_of_too_few_classes_are_refused(tmp_path: Path) -> None:
@@ -221,9 +222,9 @@ def test_a_class_with_an_image_too_many_or_too_few_is_refused(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "is not an image of CIFAR-100 (it does not begin like a PNG image)"),
-        (b"\x89PNG\r\n\x1a\nand so on", "is not an image of CIFAR-100 (it is truncated"),
-        (None, "is not an image of CIFAR-100 (it has 8×16 pixels, not 32×32)"),
+        (b"", "it does not begin like a PNG image)"),
+        (b"\x89PNG\r\n\x1a\nand so on", "it is truncated"),
+        (None, "it has 8×16 pixels, not 32×32)"),
     ],
 )
 def test_an_image_that_is_not_one_of_cifar_is_refused_by_its_name(
@@ -236,7 +237,7 @@ def test_an_image_that_is_not_one_of_cifar_is_refused_by_its_name(
         pytest.importorskip("PIL.Image").new("RGB", (8, 16)).save(small, "PNG")
         content = small.getvalue()
     path.write_bytes(content)
-    assert f"{path} {says}" in refusal(tmp_path)
+    assert f"{path} is not an image of CIFAR-100 ({says}" in refusal(tmp_path)
 
 
 def test_images_without_pillow_are_refused_with_a_sentence(

@@ -1,4 +1,4 @@
-"""Pickles of CIFAR-100: what they hold is read, and nothing in them is called."""
+"""Pickles of CIFAR-100 that are not what they should be are refused, and run nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cifar_files import Content, assert_holds, pickled_by_python_2, refusal, write, write_python
+from tests.streams.cifar_files import (
+    Content,
+    assert_holds,
+    pickled_by_python_2,
+    refusal,
+    write,
+    write_python,
+)
 
 
 def test_pickles_with_too_few_images_or_a_negative_class_are_refused(
@@ -25,45 +32,30 @@ def test_pickles_with_too_few_images_or_a_negative_class_are_refused(
     assert "class -1" in refusal(tmp_path)
 
 
+def two_images(data: Any, labels: Any = (1, 2)) -> dict[str, Any]:
+    return {"data": data, "fine_labels": list(labels) if isinstance(labels, tuple) else labels}
+
+
+DATA = np.zeros((2, 3072), np.uint8)
+NO_BYTES = "its data are not an array of bytes"
+NO_NUMBERS = "its fine_labels are not a number for each image"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ([1, 2], "it holds no dictionary"),
         ({"fine_labels": [1]}, "it has no data"),
-        ({"data": np.zeros((2, 3072), np.uint8)}, "it has no fine_labels"),
-        ({"data": [1, 2], "fine_labels": [1, 2]}, "its data are not an array of bytes"),
-        (
-            {"data": np.zeros((2, 3072)), "fine_labels": [1, 2]},
-            "its data are not an array of bytes",
-        ),
-        (
-            {"data": np.zeros((2, 3071), np.uint8), "fine_labels": [1, 2]},
-            "its data have the shape (2, 3071)",
-        ),
-        (
-            {"data": np.zeros((2, 32, 96), np.uint8), "fine_labels": [1, 2]},
-            "its data have the shape (2, 32, 96)",
-        ),
-        (
-            {"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1]},
-            "its fine_labels are not a number for each image",
-        ),
-        (
-            {"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1, 2.5]},
-            "its fine_labels are not a number for each image",
-        ),
-        (
-            {"data": np.zeros((2, 3072), np.uint8), "fine_labels": ["1", "2"]},
-            "its fine_labels are not a number for each image",
-        ),
-        (
-            {"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1, 10**30]},
-            "its fine_labels are not a number for each image",
-        ),
-        (
-            {"data": np.zeros((2, 3072), np.uint8), "fine_labels": np.arange(2, dtype=np.uint8)},
-            "its fine_labels are not a number for each image",
-        ),
+        ({"data": DATA}, "it has no fine_labels"),
+        (two_images([1, 2]), NO_BYTES),
+        (two_images(np.zeros((2, 3072))), NO_BYTES),
+        (two_images(np.zeros((2, 3071), np.uint8)), "its data have the shape (2, 3071)"),
+        (two_images(np.zeros((2, 32, 96), np.uint8)), "its data have the shape (2, 32, 96)"),
+        (two_images(DATA, [1]), NO_NUMBERS),
+        (two_images(DATA, [1, 2.5]), NO_NUMBERS),
+        (two_images(DATA, ["1", "2"]), NO_NUMBERS),
+        (two_images(DATA, [1, 10**30]), NO_NUMBERS),
+        (two_images(DATA, np.arange(2, dtype=np.uint8)), NO_NUMBERS),
     ],
 )
 def test_a_pickle_of_something_else_is_refused(content: Any, says: str, tmp_path: Path) -> None:
@@ -72,29 +64,19 @@ def test_a_pickle_of_something_else_is_refused(content: Any, says: str, tmp_path
         assert f"{tmp_path}/train is not a pickle of CIFAR-100 ({says})" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"garbage",
-        b"\x80\x02Psome\n.",
-        b"\x80\x02U\x03me\n\x51.",
-        b"\x80\x05\x97.",
-        b"\x80\x02\x82\x01.",
-        b"\x80\x04\x8e" + b"\xff" * 8,
-        b"(" * 99,
-    ],
-    ids=[
-        "empty",
-        "garbage",
-        "persistent",
-        "persistent-binary",
-        "buffer",
-        "extension",
-        "huge",
-        "marks",
-    ],
-)
+NO_PICKLES = {
+    "empty": b"",
+    "garbage": b"garbage",
+    "persistent": b"\x80\x02Psome\n.",
+    "persistent-binary": b"\x80\x02U\x03me\n\x51.",
+    "buffer": b"\x80\x05\x97.",
+    "extension": b"\x80\x02\x82\x01.",
+    "huge": b"\x80\x04\x8e" + b"\xff" * 8,
+    "marks": b"(" * 99,
+}
+
+
+@pytest.mark.parametrize("content", NO_PICKLES.values(), ids=NO_PICKLES)
 def test_a_file_that_is_no_pickle_is_refused(content: bytes, tmp_path: Path) -> None:
     write(tmp_path, {"train": content, "test": content})
     assert f"{tmp_path}/train is not a pickle of CIFAR-100" in refusal(tmp_path)

@@ -14,30 +14,12 @@ from numpy.typing import NDArray
 from onepass.errors import InputError
 from onepass.streams import cifar
 from onepass.streams.png import ADAM7, SIGNATURE
+from tests.sentences import refusal_of
+from tests.streams.png_files import chunk, header, png, rows
 
 pytest.importorskip("PIL.Image")
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 PIXELS[-3:] = 0  # black where rows may be missing
-
-
-def chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def header(
-    depth: int = 8, colour: int = 2, interlaced: int = 0, size: tuple[int, int] = (32, 32)
-) -> bytes:
-    return chunk(b"IHDR", struct.pack(">IIBBBBB", *size, depth, colour, 0, 0, interlaced))
-
-
-def rows(pixels: NDArray[np.uint8]) -> bytes:
-    """Rows that are not filtered, of whole bytes."""
-    return b"".join(b"\0" + row.tobytes() for row in pixels)
-
-
-def png(start: bytes, unpacked: bytes, *before: bytes, after: bytes = b"") -> bytes:
-    image = chunk(b"IDAT", zlib.compress(unpacked))
-    return SIGNATURE + start + b"".join(before) + image + after + chunk(b"IEND", b"")
 
 
 def read(folder: Path, content: bytes) -> NDArray[np.uint8]:
@@ -46,9 +28,7 @@ def read(folder: Path, content: bytes) -> NDArray[np.uint8]:
 
 
 def refusal(folder: Path, content: bytes) -> str:
-    with pytest.raises(InputError) as refused:
-        read(folder, content)
-    (line,) = str(refused.value).splitlines()
+    line = refusal_of(lambda: read(folder, content))
     assert line.startswith(f"{folder / 'image.png'} is not an image of CIFAR-100 (")
     return line
 
@@ -91,12 +71,11 @@ def test_colours_of_a_palette_are_read_and_one_that_it_lacks_is_refused(
     indices = np.random.default_rng(3).integers(0, 2**depth, (32, 32), np.uint8)
     indices[0, 0] = 2**depth - 1
     bits = (indices[:, :, None] >> np.arange(depth - 1, -1, -1, dtype=np.uint8)) & 1
-    unpacked = rows(np.packbits(bits.reshape(32, -1), axis=1))
-    whole, short = (chunk(b"PLTE", colours.tobytes()) for colours in (palette, palette[:-1]))
-    found = read(tmp_path, png(header(depth, 3), unpacked, whole))
-    assert np.array_equal(found, palette[indices])
-    for content in (png(header(depth, 3), unpacked, short), png(header(depth, 3), unpacked)):
-        assert "its palette lacks a colour" in refusal(tmp_path, content)
+    start, unpacked = header(depth, 3), rows(np.packbits(bits.reshape(32, -1), axis=1))
+    whole, short = (chunk(b"PLTE", some.tobytes()) for some in (palette, palette[:-1]))
+    assert np.array_equal(read(tmp_path, png(start, unpacked, whole)), palette[indices])
+    assert "its palette lacks a colour" in refusal(tmp_path, png(start, unpacked, short))
+    assert "its palette lacks a colour" in refusal(tmp_path, png(start, unpacked))
 
 
 @pytest.mark.parametrize(("colour", "pixels"), [(4, PIXELS[:, :, :1]), (6, PIXELS)])
@@ -138,13 +117,14 @@ def test_what_is_no_pixel_is_left_out_and_an_animation_is_its_first_image(tmp_pa
 def test_parts_out_of_order_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     whole = png(header(), rows(PIXELS))
     pixels = zlib.compress(rows(PIXELS))
-    two = chunk(b"IDAT", pixels[:50]) + chunk(b"tEXt", b"a\0b") + chunk(b"IDAT", pixels[50:])
+    one, other = chunk(b"IDAT", pixels[:50]), chunk(b"IDAT", pixels[50:])
+    end, palette = chunk(b"IEND", b""), chunk(b"PLTE", bytes(768))
     for content in (
-        SIGNATURE + chunk(b"IEND", b""),
-        SIGNATURE + header() + chunk(b"IEND", b""),
-        SIGNATURE + header() + two + chunk(b"IEND", b""),
+        SIGNATURE + end,
+        SIGNATURE + header() + end,
+        SIGNATURE + header() + one + chunk(b"tEXt", b"a\0b") + other + end,
         png(header() * 2, rows(PIXELS)),
-        png(header(colour=3), rows(PIXELS[:, :, 0]), *[chunk(b"PLTE", bytes(768))] * 2),
+        png(header(colour=3), rows(PIXELS[:, :, 0]), palette, palette),
         png(header(), rows(PIXELS), chunk(b"ABcD", b"")),
         png(header(colour=5), rows(PIXELS)),
         png(header(interlaced=2), rows(PIXELS)),
@@ -158,9 +138,7 @@ def test_parts_out_of_order_and_damaged_ones_are_refused(tmp_path: Path) -> None
         whole[:60] + bytes([whole[60] ^ 1]) + whole[61:],
     ):
         assert refusal(tmp_path, content)
-    two = chunk(b"IDAT", pixels[:50]) + chunk(b"IDAT", pixels[50:])
-    joined = SIGNATURE + header() + two + chunk(b"IEND", b"")
-    assert np.array_equal(read(tmp_path, joined), PIXELS)
+    assert np.array_equal(read(tmp_path, SIGNATURE + header() + one + other + end), PIXELS)
 
 
 def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from hashlib import md5
 from pathlib import Path
 
 import pytest
-
 from fetching import serve
+
 from onepass.errors import InputError
 from onepass.files import TEMPORARY, temporary_name
 from onepass.streams import mnist

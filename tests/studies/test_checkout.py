@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fuzzing import limited
 from onepass.studies import checkout, provenance
+from tests.fuzzing import limited
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -54,9 +54,7 @@ def test_a_clean_checkout_is_its_commit_and_a_changed_one_has_a_plus(package: Pa
         change()
         assert checkout.revision(package) == head(package) + "+"
         git(package, "add", "-A")
-        assert checkout.revision(package) == head(package) + "+", (
-            "what is only staged is a change, too"
-        )
+        assert checkout.revision(package) == head(package) + "+", "what is staged is a change"
         git(package, "commit", "-qm", "next")
         assert checkout.revision(package) == head(package)
 
@@ -82,16 +80,8 @@ def test_nothing_that_the_repository_configures_is_run(package: Path, tmp_path: 
     git(package, "add", "-A")
     git(package, "commit", "-qm", "attributes")
     commit = head(package)
-    keys = [
-        "core.fsmonitor",
-        "filter.mine.clean",
-        "filter.mine.process",
-        "diff.mine.textconv",
-        "diff.external",
-        "core.pager",
-        "core.sshCommand",
-    ]
-    for key in keys:
+    programs = ("filter.mine.clean", "filter.mine.process", "diff.mine.textconv", "diff.external")
+    for key in (*programs, "core.fsmonitor", "core.pager", "core.sshCommand"):
         git(package, "config", key, str(program))
     (package / "errors.py").write_text("one = 4\n")
     assert checkout.revision(package) == commit + "+"
@@ -147,11 +137,12 @@ def test_what_is_no_checkout_of_onepass_has_no_revision(harm: str, package: Path
     elif harm == "gitdir":
         shutil.rmtree(root / ".git")
         (root / ".git").write_bytes(b"\xff\0")
+    elif harm == "pipe":
+        (root / ".git" / "HEAD").unlink()
+        os.mkfifo(root / ".git" / "HEAD")
     else:
         (root / ".git" / "HEAD").unlink()
-        os.mkfifo(root / ".git" / "HEAD") if harm == "pipe" else (
-            root / ".git" / "HEAD"
-        ).symlink_to("/dev/zero")
+        (root / ".git" / "HEAD").symlink_to("/dev/zero")
     with limited(10):
         assert checkout.revision(package) is None
 

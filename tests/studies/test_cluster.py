@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import socketserver
@@ -13,34 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fuzzing import limited
-from onepass.cli import main
 from onepass.errors import InputError
-from onepass.metrics import Record
 from onepass.report.watch import Watch
 from onepass.studies import cluster as cluster_module
 from onepass.studies import study
-from onepass.studies.executors import Executor, executor
-from onepass.studies.recipe import load
+from onepass.studies.executors import executor
 from onepass.studies.store import Store
-from toys import Silent
+from tests.commands import exit_code
+from tests.fuzzing import limited
+from tests.studies.clusters import CHANGES, RECIPE, records, workers
+from tests.studies.small_study import Silent
 
 distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
-
-CHANGES = [
-    "train_examples=400",
-    "test_examples=20",
-    "grids.van.learning_rate=0.1",
-    "grids.a-gem.learning_rate=0.1",
-    "options.a-gem.reference_batch=100",
-]
-RECIPE = load("quickstart", CHANGES, "van,a-gem", 2)
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +40,11 @@ def cluster() -> Iterator[distributed.LocalCluster]:
         yield made
 
 
-def records(
-    folder: Path, scheduler: str | None, disturb: threading.Thread | None = None
-) -> dict[str, Record]:
-    with study.opened(folder, RECIPE) as (store, recipe), executor(1, 1, scheduler) as where:
-        if disturb is not None:
-            disturb.start()
-        study.run(recipe, store, study.Means(workers=2, checkpoint_every=20), where, Silent())
-    with Store.read(folder) as store:
-        return every(store)
-
-
-def every(store: Store) -> dict[str, Record]:
-    return {unit: store.record(unit) for unit in store.contents.records}
-
-
 def kill_a_worker_in_mid_unit(
     cluster: distributed.LocalCluster, folder: Path, killed: list[int]
 ) -> None:
     deadline = time.monotonic() + 120
-    while not list(
-        (folder / "checkpoints").glob("*/*.json")
-    ):  # somebody is in the middle of a fleet
+    while not list((folder / "checkpoints").glob("*/*.json")):  # a fleet is half trained
         assert time.monotonic() < deadline
         time.sleep(0.02)
     busy = [worker for worker, tasks in cluster.scheduler.workers.items() if tasks.processing]
@@ -92,9 +63,8 @@ def test_a_cluster_of_which_a_worker_is_killed_in_mid_unit_gives_the_same_record
 ) -> None:
     expected = records(tmp_path / "here", None)
     killed: list[int] = []
-    killer = threading.Thread(
-        target=kill_a_worker_in_mid_unit, args=(cluster, tmp_path / "there", killed)
-    )
+    given = (cluster, tmp_path / "there", killed)
+    killer = threading.Thread(target=kill_a_worker_in_mid_unit, args=given)
     found = records(tmp_path / "there", cluster.scheduler_address, killer)
     killer.join()
     assert killed
@@ -115,18 +85,13 @@ def test_a_scheduler_that_does_not_answer_is_one_sentence(address: str) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "",
-        "garbage",
-        "tcp://",
-        "tcp://host:port",
-        "tls://127.0.0.1:9",
-        "inproc://x",
-        "tcp://127.0.0.1:9/x",
-    ],
-)
+NO_ADDRESSES = [
+    *("", "garbage", "tcp://", "tcp://host:port", "tls://127.0.0.1:9", "inproc://x"),
+    "tcp://127.0.0.1:9/x",
+]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_what_is_no_address_is_one_sentence(address: str) -> None:
     with pytest.raises(InputError, match="write tcp://HOST:PORT"), executor(1, 1, address):
         pass
@@ -140,21 +105,6 @@ def test_a_study_stops_when_its_scheduler_is_gone(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="is gone: start it"):
             records(tmp_path, made.scheduler_address, killer)
         killer.join()
-
-
-@pytest.fixture
-def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "POLL": 0.1, "SILENT": 60.0}.items():
-        monkeypatch.setattr(cluster_module, name, seconds)
-
-
-@pytest.fixture
-def empty() -> Iterator[distributed.LocalCluster]:
-    """A scheduler in this process that has no workers."""
-    with distributed.LocalCluster(
-        n_workers=0, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
-    ) as made:
-        yield made
 
 
 class Listening(Silent):
@@ -175,12 +125,8 @@ class Listening(Silent):
 def test_a_scheduler_that_accepts_and_never_answers_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with (
-            pytest.raises(
-                InputError, match=f"no Dask scheduler answers at {address} .no answer within 2 s"
-            ),
-            executor(1, 1, address),
-        ):
+        why = f"no Dask scheduler answers at {address} .no answer within 2 s"
+        with pytest.raises(InputError, match=why), executor(1, 1, address):
             pass
 
 
@@ -213,11 +159,10 @@ def test_a_study_without_workers_says_so_and_stops_after_a_while(
     empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observer = Listening(monkeypatch)
+    why = r"there has been no Dask worker at .* for 0\.5 seconds: start one"
     with (
         study.opened(tmp_path, RECIPE) as (store, recipe),
-        pytest.raises(
-            InputError, match=r"there has been no Dask worker at .* for 0\.5 seconds: start one"
-        ),
+        pytest.raises(InputError, match=why),
         executor(1, 1, empty.scheduler_address) as where,
     ):
         study.run(recipe, store, study.Means(), where, observer)
@@ -234,8 +179,8 @@ def test_a_scheduler_that_falls_silent_is_noticed(
     with executor(1, 1, empty.scheduler_address) as where:
         monkeypatch.setattr(where._client, "nthreads", lambda: over.wait(60))  # type: ignore[attr-defined]
         time.sleep(0.7)
-        silent = f"the Dask scheduler at {empty.scheduler_address} does not answer"
-        assert where.held_up() == f"{silent}; waiting for up to 60 seconds"
+        waits = f"{empty.scheduler_address} does not answer; waiting for up to 60 seconds"
+        assert where.held_up() == f"the Dask scheduler at {waits}"
         monkeypatch.setattr(cluster_module, "SILENT", 0.5)
         with pytest.raises(InputError, match=r"has not answered for 0\.5 seconds: start it anew"):
             where.held_up()
@@ -251,129 +196,6 @@ def test_a_worker_that_takes_long_to_tell_its_versions_is_not_taken_for_a_silent
     monkeypatch.setattr(cluster_module, "SOON", 0.4)
     with executor(1, 1, cluster.scheduler_address) as where:
         assert where.held_up() is None
-
-
-@contextmanager
-def another_version(scheduler: Any, folder: Path, file: str, line: str) -> Iterator[str]:
-    """The address of a worker whose package has one line more in a file."""
-    package = folder / "other" / "onepass"
-    shutil.copytree(
-        Path(cluster_module.__file__).parents[1],
-        package,
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    with (package / file).open("a") as source:
-        source.write(f"{line}\n")
-    with workers(scheduler, folder, package):
-        yield next(iter(scheduler.workers))
-
-
-@contextmanager
-def workers(
-    scheduler: Any, folder: Path, package: Path, count: int = 1
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Worker processes of a package, for a scheduler that has none and does not restart them."""
-    command = [
-        sys.executable,
-        "-m",
-        "distributed.cli.dask_worker",
-        scheduler.address,
-        "--nthreads",
-        "1",
-        "--no-nanny",
-        "--no-dashboard",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for _ in range(count):
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=environment,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            )
-        deadline = time.monotonic() + 60
-        while len(scheduler.workers) < count:
-            assert all(worker.poll() is None for worker in started)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield started
-    finally:
-        for worker in started:
-            worker.kill()
-            worker.wait()
-
-
-@pytest.fixture
-def foreign(
-    request: pytest.FixtureRequest, empty: distributed.LocalCluster, tmp_path: Path
-) -> Iterator[str]:
-    """The address of a worker with another version, by default one with another comment."""
-    with another_version(
-        empty.scheduler, tmp_path, *getattr(request, "param", ("metrics.py", "# another version"))
-    ) as address:
-        yield address
-
-
-@pytest.mark.usefixtures("quick_limits")
-def test_a_worker_with_another_version_that_joins_later_is_refused(
-    empty: distributed.LocalCluster, tmp_path: Path
-) -> None:
-    host = empty.scheduler_address.rpartition(":")[0]
-    with (
-        pytest.raises(InputError, match=f"{host}.* has other software: it has onepass"),
-        executor(1, 1, empty.scheduler_address) as where,
-        another_version(empty.scheduler, tmp_path, "metrics.py", "# another version"),
-    ):
-        _look_until_refused(where)
-
-
-def _look_until_refused(where: Executor) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        where.held_up()
-        time.sleep(0.1)
-
-
-def test_a_worker_with_another_version_is_refused_by_its_address(
-    foreign: str, empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sentence = (
-        f"the Dask worker at {foreign} has other software: it has onepass and torch"
-        " source-[0-9a-f]+ and torch .*, not source-.*; install there"
-    )
-    with pytest.raises(InputError, match=sentence), executor(1, 1, empty.scheduler_address):
-        pass
-    monkeypatch.setattr(
-        cluster_module.Cluster, "_compare", lambda *_: None
-    )  # it has joined a moment ago, and was not asked yet
-    with pytest.raises(InputError, match=sentence):
-        records(tmp_path / "study", empty.scheduler_address)
-    assert not list((tmp_path / "study").glob("checkpoints/*")), "it refused before it trained"
-    with Store.read(tmp_path / "study") as store:
-        assert not store.contents.records
-
-
-@pytest.mark.parametrize(
-    "foreign", [("studies/cluster.py", "difference = lambda *_: None")], indirect=True
-)
-def test_what_a_worker_with_another_version_has_trained_is_not_stored(
-    foreign: str, empty: distributed.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This one does not look at its own version before it trains."""
-    monkeypatch.setattr(cluster_module.Cluster, "_compare", lambda *_: None)
-    with pytest.raises(
-        InputError,
-        match=f"the Dask worker at {foreign} has other software: it has onepass and torch",
-    ):
-        records(tmp_path / "study", empty.scheduler_address)
-    assert list((tmp_path / "study").glob("checkpoints/*/*.json")), "it has trained"
-    with Store.read(tmp_path / "study") as store:
-        assert not store.contents.records
 
 
 @pytest.mark.usefixtures("quick_limits")
@@ -402,38 +224,17 @@ def test_a_study_whose_workers_have_all_died_says_so_and_goes_on_with_a_new_one(
                     worker.kill()
 
         monkeypatch.setattr(Watch, "held_up", notice)
-        with limited(120), pytest.raises(SystemExit) as ended:
-            main([*command, "--out", str(out), "--scheduler", empty.scheduler_address])
-    assert ended.value.code == 0
-    sentence = (
-        f"there is no Dask worker at {empty.scheduler_address}; waiting for one for up to 6 hours"
-    )
+        scheduler = empty.scheduler_address
+        with limited(120):
+            assert exit_code(*command, "--out", str(out), "--scheduler", scheduler) == 0
+    sentence = f"there is no Dask worker at {scheduler}; waiting for one for up to 6 hours"
     assert said == [sentence]
     assert capsys.readouterr().err.count(sentence) == 1
-    with pytest.raises(SystemExit):
-        main([*command, "--out", str(tmp_path / "here")])
+    assert exit_code(*command, "--out", str(tmp_path / "here")) == 0
     with Store.read(out) as found, Store.read(tmp_path / "here") as expected:
         assert len(found.contents.records) == 3
-        assert all(record.same_as(expected.record(unit)) for unit, record in every(found).items())
-
-
-BROKEN = [
-    ("studies/cluster.py", "no Python"),
-    ("studies/work.py", "raise RuntimeError"),
-    ("engine/cpu.py", "raise OSError('no library')"),
-]
-
-
-@pytest.mark.parametrize("foreign", BROKEN, indirect=True)
-def test_a_worker_that_cannot_import_the_package_is_refused_by_its_address(
-    foreign: str, empty: distributed.LocalCluster
-) -> None:
-    sentence = (
-        f"the Dask worker at {foreign} has other software: it cannot import ours"
-        " .(SyntaxError|RuntimeError|OSError): "
-    )
-    with pytest.raises(InputError, match=sentence), executor(1, 1, empty.scheduler_address):
-        pass
+        for unit in found.contents.records:
+            assert found.record(unit).same_as(expected.record(unit))
 
 
 def test_dask_logs_nothing_into_the_output_of_a_study(empty: distributed.LocalCluster) -> None:
@@ -443,20 +244,6 @@ def test_dask_logs_nothing_into_the_output_of_a_study(empty: distributed.LocalCl
             logging.getLogger(f"distributed.{name}").isEnabledFor(logging.ERROR)
             for name in ("client", "core", "utils")
         )
-
-
-def test_a_result_that_was_made_with_other_software_is_not_taken(
-    empty: distributed.LocalCluster,
-) -> None:
-    ours = cluster_module.fingerprint()
-    assert {"python", "onepass", "torch", "numpy", "scipy"} < ours.keys()
-    with executor(1, 1, empty.scheduler_address) as where:
-        assert where._checked(([], None, "tcp://here:1", ours)) == ([], None)  # type: ignore[attr-defined]
-        with pytest.raises(cluster_module.ForeignWorkerError, match="tcp://there:1"):
-            where._checked(([], None, "tcp://there:1", ours | {"numpy": "1.0"}))  # type: ignore[attr-defined]
-        with pytest.raises(InputError, match="has another version of onepass"):
-            where._checked(([], None))  # type: ignore[attr-defined]
-        assert "it has numpy 1.0, not" in where._sentence("tcp://there:1", ours | {"numpy": "1.0"})  # type: ignore[attr-defined]
 
 
 def test_studies_without_a_cluster_do_not_import_dask() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +12,17 @@ from typing import Any
 
 import pytest
 
-from onepass.studies import forecast as forecasting
-from onepass.studies import packing, progress, study
+from onepass.studies import packing, study
 from onepass.studies.executors import Trained
 from onepass.studies.forecast import Forecast, Piece, weighed
 from onepass.studies.study import Means
 from onepass.studies.work import Job, work
-from small_study import small
-from toys import Silent
+from tests.studies.small_study import Silent, small
 
 COSTS = {"fast": 1.0, "slow": 50.0}
-FAST = [
-    Piece("fast", part, rows, 20_000 * rows) for part, rows in (("cv", 20), ("cv", 20), ("ev", 5))
-]
-SLOW = [
-    Piece("slow", part, rows, 20_000 * rows) for part, rows in (("cv", 20), ("cv", 20), ("ev", 5))
-]
+FLEETS = (("cv", 20), ("cv", 20), ("ev", 5))
+FAST = [Piece("fast", part, rows, 20_000 * rows) for part, rows in FLEETS]
+SLOW = [Piece("slow", part, rows, 20_000 * rows) for part, rows in FLEETS]
 ORDERS = {
     "slow first": [*SLOW, *FAST],
     "fast first": [*FAST, *SLOW],
@@ -37,7 +33,7 @@ ORDERS = {
 def simulated(
     pieces: list[Piece], workers: int, wrong: dict[str, float]
 ) -> tuple[list[float | None], list[float]]:
-    """The seconds that are said to be left in every second of a study, and the share done.
+    """What is said to be left every second of a study, and which share to be done.
 
     `wrong` is by how much methods cost more than is counted.
     """
@@ -50,19 +46,13 @@ def simulated(
             running.append([waiting[0], waiting.pop(0).steps])
         for place in running:
             piece, left = place
-            second = (
-                noise.uniform(0.5, 1.5)
-                * 100_000
-                / (COSTS[piece.method] * wrong[piece.method] * weighed(1, piece.rows))
-            )
+            cost = COSTS[piece.method] * wrong[piece.method] * weighed(1, piece.rows)
+            second = noise.uniform(0.5, 1.5) * 100_000 / cost
             done = min(left, second)
             place[1] -= done
             forecast.proceeded(Piece(piece.method, piece.part, piece.rows, done), done / second)
         running = [place for place in running if place[1] > 0]
-        rest = [
-            *waiting,
-            *(Piece(piece.method, piece.part, piece.rows, left) for piece, left in running),
-        ]
+        rest = [*waiting, *(replace(piece, steps=left) for piece, left in running)]
         said.append(forecast.left(rest, workers))
         shares.append(forecast.share(rest))
     return said, shares
@@ -142,11 +132,11 @@ class Clock:
         self, futures: dict[Future[Trained], Job], **_: object
     ) -> tuple[list[Future[Trained]], None]:
         self.now += 1
-        done = [
-            future
-            for future in futures
-            if self.steps()[self._jobs[future][0].name] == self._all(self._jobs[future][0])
-        ]
+        steps, done = self.steps(), []
+        for future in futures:
+            job, _ = self._jobs[future]
+            if steps[job.name] == self._all(job):
+                done.append(future)
         for future in done:
             future.set_result(work(self._jobs.pop(future)[0]))
         return done, None
@@ -171,9 +161,8 @@ def test_a_study_whose_methods_cost_fifty_to_one_tells_how_long_it_takes(
     told = Told(clock)
     monkeypatch.setattr(packing, "cost_of_step", lambda _, name: {"van": 1, "a-gem": 50}[name])
     monkeypatch.setattr(study, "wait", clock.wait)
-    for module in (forecasting, progress):
-        now = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
-        monkeypatch.setattr(module, "time", now)
+    times = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
+    monkeypatch.setattr(study, "time", times)
     with study.opened(tmp_path, small("van,a-gem")) as (store, recipe):
         study.run(recipe, store, Means(workers=workers), clock, told)  # type: ignore[arg-type]
     for now, left in told.left:

@@ -7,22 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from crafted import Study, taken_from, written_to
 from onepass.errors import InputError
 from onepass.studies.folder import FILE
 from onepass.studies.merge import merge
 from onepass.studies.recipe import load
 from onepass.studies.store import Store
-from stored import GRID, RUNS, fill, record, study
+from tests.studies.crafted import Study, taken_from, written_to
+from tests.studies.stored import GRID, RUNS, fill, record, study
 
 
 def test_merging_brings_the_results_of_two_machines_together(tmp_path: Path) -> None:
     fill(tmp_path / "a", GRID[:1])
     fill(tmp_path / "b", GRID[1:])
-    assert merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"]) == [
-        (tmp_path / "a", 1),
-        (tmp_path / "b", 1),
-    ]
+    both = [tmp_path / "a", tmp_path / "b"]
+    assert merge(tmp_path / "all", both) == [(folder, 1) for folder in both]
     assert merge(tmp_path / "all", [tmp_path / "a"]) == [(tmp_path / "a", 0)]
     with Store.read(tmp_path / "all") as opened:
         assert opened.contents.records.keys() == {unit.id for unit in GRID}
@@ -71,10 +69,8 @@ def test_merging_keeps_a_study_readable_whatever_numbers_the_other_gives_its_fle
         for unit in study.units:
             unit[key] = 2**31 - 1
 
-    mine, theirs = (
-        fill(tmp_path / "mine", GRID[:1]),
-        crafted(fill(tmp_path / "theirs", GRID), largest),
-    )
+    mine = fill(tmp_path / "mine", GRID[:1])
+    theirs = crafted(fill(tmp_path / "theirs", GRID), largest)
     merge(mine, [theirs])
     merge(theirs, [fill(tmp_path / "more", RUNS)])
     for folder in (mine, theirs):
@@ -90,17 +86,11 @@ def test_merging_keeps_a_study_readable_whatever_numbers_the_other_gives_its_fle
 def test_merging_refuses_results_of_another_number_of_tasks(existing: bool, tmp_path: Path) -> None:
     def fewer(study: Study) -> None:
         for arrays in study.arrays.values():
-            arrays.update(
-                {
-                    name: array[:2, :2] if array.ndim == 2 else array[:2]
-                    for name, array in arrays.items()
-                }
-            )
+            for name, array in arrays.items():
+                arrays[name] = array[:2, :2] if array.ndim == 2 else array[:2]
 
-    mine, theirs = (
-        fill(tmp_path / "mine", GRID[:1]),
-        crafted(fill(tmp_path / "theirs", GRID[1:]), fewer),
-    )
+    mine = fill(tmp_path / "mine", GRID[:1])
+    theirs = crafted(fill(tmp_path / "theirs", GRID[1:]), fewer)
     into, others = (mine, [theirs]) if existing else (tmp_path / "new", [mine, theirs])
     with pytest.raises(InputError, match="other records of the study have another number of tasks"):
         merge(into, others)
@@ -125,16 +115,10 @@ def test_merging_a_damaged_study_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_merging_finished_studies_gives_a_finished_one(tmp_path: Path) -> None:
-    """Each study brings the grid of its own method; what the other has about it does not count."""
-    for folder, methods in (("a", "van"), ("b", "a-gem")):
-        recipe = load(
-            "quickstart",
-            [
-                f"grids.{methods}.learning_rate=0.1",
-                f"grids.{'a-gem' if methods == 'van' else 'van'}.learning_rate=0.3",
-            ],
-            methods,
-        )
+    """Each study brings the grid of its own method; what the other says of it does not count."""
+    for folder, method, other in (("a", "van", "a-gem"), ("b", "a-gem", "van")):
+        grids = [f"grids.{method}.learning_rate=0.1", f"grids.{other}.learning_rate=0.3"]
+        recipe = load("quickstart", grids, method)
         with Store.write_to(tmp_path / folder, create={"recipe": recipe.stored()}):
             pass
     merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
@@ -149,10 +133,8 @@ def test_merging_unites_methods_seeds_and_grids_and_refuses_other_recipes(tmp_pa
         ("b", ["grids.van.learning_rate=[0.1, 0.01]"], "van,ewc", 4),
         ("c", ["batch_size=5"], "van", 2),
     ):
-        with Store.write_to(
-            tmp_path / folder,
-            create={"recipe": load("quickstart", changes, methods, seeds).stored()},
-        ):
+        begun = load("quickstart", changes, methods, seeds)
+        with Store.write_to(tmp_path / folder, create={"recipe": begun.stored()}):
             pass
     merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
     with Store.read(tmp_path / "all") as opened:

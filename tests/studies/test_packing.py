@@ -14,8 +14,8 @@ from onepass.errors import InputError
 from onepass.learners import METHODS
 from onepass.protocol import Run, Setup, assemble
 from onepass.studies import packing, work
-from small_study import small
-from toys import ToyStream
+from tests.studies.small_study import small
+from tests.toys import ToyStream
 
 
 @pytest.mark.parametrize(
@@ -24,19 +24,16 @@ from toys import ToyStream
 )
 def test_different_packings_agree_within_rounding_over_twenty_steps(name: str) -> None:
     hyper = dict.fromkeys(METHODS[name].hyperparameters, 0.5) | {"learning_rate": 0.1}
+    factors = [(1 + seed) / 2 for seed in range(4)]
     rows = [
-        Run(seed, {key: value * (1 + seed) / 2 for key, value in hyper.items()})
-        for seed in range(4)
+        Run(seed, {key: factor * value for key, value in hyper.items()})
+        for seed, factor in enumerate(factors)
     ]
-    found: dict[int, list[torch.Tensor]] = {}
-    for size in (1, 2, 4):
-        found[size] = [
-            row
-            for start in range(0, 4, size)
-            for row in parameters_after_20_steps(name, rows[start : start + size])
-        ]
+    together = parameters_after_20_steps(name, rows)
     for size in (1, 2):
-        for one, other in zip(found[size], found[4], strict=True):
+        fleets = [rows[start : start + size] for start in range(0, 4, size)]
+        apart = [row for fleet in fleets for row in parameters_after_20_steps(name, fleet)]
+        for one, other in zip(apart, together, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
             assert not torch.equal(one, torch.zeros_like(one))
 
@@ -67,8 +64,8 @@ def test_packing_depends_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "memory", lambda _: need)
     assert packing.most_rows(stream, recipe, "van", "ev", "cpu", 2) == 1
     monkeypatch.setattr(packing, "memory", lambda _: need - 1)
-    refused = r"a single run of van does not fit .* leave it out by --methods"
-    with pytest.raises(InputError, match=refused):
+    why = r"a single run of van does not fit .* leave it out by --methods"
+    with pytest.raises(InputError, match=why):
         packing.most_rows(stream, recipe, "van", "ev", "cpu", 2)
 
 
@@ -79,8 +76,8 @@ def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = 4 * (64 * 16 + 16 + 16 * 10 + 10)
     assert need["van"] > 4 * parameters
     assert need["ewc"] - need["van"] >= 4 * parameters
-    recipe = small("a-gem", changes=["memory_per_task=1000"])
-    larger = packing.bytes_per_row(stream, recipe, "a-gem", "ev")
+    remembering = small("a-gem", changes=["memory_per_task=1000"])
+    larger = packing.bytes_a_row(stream, remembering, "a-gem", "ev")
     assert larger - need["a-gem"] >= 17 * 900 * 64
 
 

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fuzzing import limited
-from onepass.cli import main
 from onepass.errors import InputError
 from onepass.studies.folder import FILE
 from onepass.studies.recovery import private
 from onepass.studies.rescue import rescue
 from onepass.studies.results import evaluation
 from onepass.studies.store import Store
-from stored import GRID, MADE, RECIPE, RUNS, as_older_versions, fill, record, results_in, study
+from tests.commands import exit_code, outcome, refusal
+from tests.fuzzing import limited
+from tests.studies.stored import (
+    GRID,
+    MADE,
+    RECIPE,
+    RUNS,
+    as_older_versions,
+    fill,
+    record,
+    results_in,
+    study,
+)
 
 
 def execute(folder: Path, *statements: str) -> None:
@@ -39,60 +49,49 @@ def everything(folder: Path) -> dict[str, bytes]:
     }
 
 
-GRID_IDS, RUN_IDS = {unit.id for unit in GRID}, {unit.id for unit in RUNS}
+GRID_IDS = {unit.id for unit in GRID}
+ALL = GRID_IDS | {unit.id for unit in RUNS}
+MANY = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
+ALTER_A_RECORD = f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'"
 
 
 def truncate_arrays(folder: Path) -> None:
-    path = next(
-        path for path in (folder / "arrays").iterdir() if RUNS[0].id.encode() in path.read_bytes()
-    )
-    path.write_bytes(path.read_bytes()[:-1])
+    for path in (folder / "arrays").iterdir():
+        if RUNS[0].id.encode() in path.read_bytes():
+            path.write_bytes(path.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize(
     ("harm", "left", "lost"),
     [
-        (lambda _: None, GRID_IDS | RUN_IDS, 0),
-        (
-            lambda folder: execute(folder, "DELETE FROM study WHERE key = 'counts'"),
-            GRID_IDS | RUN_IDS,
-            0,
-        ),
-        (
-            lambda folder: execute(folder, "UPDATE study SET value = '{}' WHERE key = 'counts'"),
-            GRID_IDS | RUN_IDS,
-            1,
-        ),
-        (
-            lambda folder: execute(
-                folder, f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'"
-            ),
-            GRID_IDS - {GRID[0].id} | RUN_IDS,
-            1,
-        ),
-        (lambda folder: execute(folder, "DELETE FROM units"), GRID_IDS | RUN_IDS, 0),
-        (lambda folder: execute(folder, "DROP TABLE units"), GRID_IDS | RUN_IDS, 1),
-        (lambda folder: execute(folder, "DROP TABLE records"), set(), 1),
-        (lambda folder: execute(folder, "CREATE VIEW v AS SELECT 1"), GRID_IDS | RUN_IDS, 0),
-        (truncate_arrays, GRID_IDS, 2),
+        ((), ALL, 0),
+        (("DELETE FROM study WHERE key = 'counts'",), ALL, 0),
+        (("UPDATE study SET value = '{}' WHERE key = 'counts'",), ALL, 1),
+        ((ALTER_A_RECORD,), ALL - {GRID[0].id}, 1),
+        (("DELETE FROM units",), ALL, 0),
+        (("DROP TABLE units",), ALL, 1),
+        (("DROP TABLE records",), set(), 1),
+        (("CREATE VIEW v AS SELECT 1",), ALL, 0),
+        (None, GRID_IDS, 2),  # arrays are truncated
     ],
 )
 def test_everything_that_is_sound_is_rescued_and_the_rest_is_named(
-    harm: Callable[[Path], None], left: set[str], lost: int, tmp_path: Path
+    harm: tuple[str, ...] | None, left: set[str], lost: int, tmp_path: Path
 ) -> None:
     fill(tmp_path / "old")
     fill(tmp_path / "old", RUNS)
-    harm(tmp_path / "old")
+    if harm is None:
+        truncate_arrays(tmp_path / "old")
+    else:
+        execute(tmp_path / "old", *harm)
     before = everything(tmp_path / "old")
     rescued = rescue(tmp_path / "old", tmp_path / "new")
     assert everything(tmp_path / "old") == before
     assert results_in(tmp_path / "new") == left
     assert (rescued.results, len(rescued.lost)) == (len(left), lost)
     with study(tmp_path / "new") as opened:
-        new = [unit for unit in [*GRID, *RUNS] if unit.id not in opened.contents.records]
-        assert {entry.unit.id for fleet in opened.open_fleets().values() for entry in fleet} <= {
-            unit.id for unit in new
-        }
+        to_do = {entry.unit.id for fleet in opened.open_fleets().values() for entry in fleet}
+        assert to_do <= ALL - opened.contents.records.keys()
 
 
 def test_what_two_drivers_of_older_versions_have_left_is_rescued(tmp_path: Path) -> None:
@@ -107,21 +106,18 @@ def test_what_two_drivers_of_older_versions_have_left_is_rescued(tmp_path: Path)
     with pytest.raises(InputError, match="cannot be used"), Store.read(tmp_path / "old"):
         pass
     assert rescue(tmp_path / "old", tmp_path / "new").results == 4
-    assert results_in(tmp_path / "new") == GRID_IDS | RUN_IDS
+    assert results_in(tmp_path / "new") == ALL
 
 
 def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
-    many = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
-    fill(tmp_path / "old", many)
+
+    fill(tmp_path / "old", MANY)
     path = tmp_path / "old" / FILE
     content = bytearray(path.read_bytes())
-    pages = [bytes(content[start : start + 4096]) for start in range(0, len(content), 4096)]
-    page = next(
-        number
-        for number, held in enumerate(pages)
-        if many[30].id.encode() in held and b"a processor" in held
-    )
-    content[page * 4096 : page * 4096 + 200] = bytes(200)
+    pages = range(0, len(content), 4096)
+    of_records = [at for at in pages if b"a processor" in content[at : at + 4096]]
+    page = next(at for at in of_records if MANY[30].id.encode() in content[at : at + 4096])
+    content[page : page + 200] = bytes(200)
     path.write_bytes(content)
     rescued = rescue(tmp_path / "old", tmp_path / "new")
     assert rescued.lost
@@ -130,8 +126,8 @@ def test_a_damaged_page_costs_the_rows_on_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["truncated", "truncated in a page", "lengthened", "header"])
 def test_a_file_of_another_length_costs_the_rows_that_are_gone(harm: str, tmp_path: Path) -> None:
-    many = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
-    path = fill(tmp_path / "old", many) / FILE
+
+    path = fill(tmp_path / "old", MANY) / FILE
     content = path.read_bytes()
     size = (len(content) // 4096).to_bytes(4, "big")
     assert content[28:32] == size
@@ -143,23 +139,20 @@ def test_a_file_of_another_length_costs_the_rows_that_are_gone(harm: str, tmp_pa
     }
     path.write_bytes(damages[harm])
     rescued = rescue(tmp_path / "old", tmp_path / "new")
-    assert (
-        len(results_in(tmp_path / "new"))
-        == rescued.results
-        >= (60 if harm in ("lengthened", "header") else 35)
-    )
+    assert len(results_in(tmp_path / "new")) == rescued.results
+    assert rescued.results >= (60 if harm in ("lengthened", "header") else 35)
     assert rescued.results + rescued.to_do == 60
     assert len(rescued.lost) <= 2, "the end of the table, not each row of it"
     assert bool(rescued.lost) == (rescued.results < 60)
 
 
 def test_the_last_page_of_a_table_costs_the_rows_on_it_alone(tmp_path: Path) -> None:
-    many = evaluation(RECIPE.model_copy(update={"seeds": 60}), "van", {"learning_rate": 0.1})
-    path = fill(tmp_path / "old", many) / FILE
+
+    path = fill(tmp_path / "old", MANY) / FILE
     content = bytearray(path.read_bytes())
     for start in range(0, len(content), 4096):
         page = content[start : start + 4096]
-        if many[-1].id.encode() in page and b"a processor" in page:
+        if MANY[-1].id.encode() in page and b"a processor" in page:
             content[start] = 0  # no kind of page
     path.write_bytes(content)
     rescued = rescue(tmp_path / "old", tmp_path / "new")
@@ -199,11 +192,8 @@ def test_rescue_and_recovery_use_such_copies_alone(
     monkeypatch.setattr(sqlite3, "connect", noted)
     assert rescue(tmp_path / "killed", tmp_path / "new").results == len(GRID)
     assert results_in(tmp_path / "killed") == GRID_IDS
-    copies = [
-        name
-        for name in opened_files
-        if str(tmp_path) not in name and ":memory:" not in name and "immutable=1" not in name
-    ]
+    others = (str(tmp_path), ":memory:", "immutable=1")
+    copies = [name for name in opened_files if not any(other in name for other in others)]
     assert copies
     assert all("vfs=unix-none" in name for name in copies)
 
@@ -216,18 +206,14 @@ def test_no_room_for_a_copy_is_not_taken_for_damage(
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     for place, most, why in (("nowhere", usual[0], "No such file"), ("", 1000, "File too large")):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
-        for command in (
-            ["rescue", str(tmp_path / "old"), str(tmp_path / "new")],
-            ["status", str(tmp_path / "old")],
-        ):
+        for command, more in (("rescue", [str(tmp_path / "new")]), ("status", [])):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, usual[1]))
             try:
-                with pytest.raises(SystemExit) as ended:
-                    main(command)
+                code = exit_code(command, str(tmp_path / "old"), *more)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, usual)
             said = capsys.readouterr().err
-            assert ended.value.code == 2
+            assert code == 2
             assert f"cannot be copied to the folder for temporary files ({why}" in said
             assert "set TMPDIR" in said
     assert not (tmp_path / "new").exists()
@@ -235,13 +221,9 @@ def test_no_room_for_a_copy_is_not_taken_for_damage(
 
 def test_units_of_a_recipe_that_could_have_billions_are_not_all_looked_for(tmp_path: Path) -> None:
     rates = [number / 1000 for number in range(1, 40_001)]
+    more = {"methods": ["van"], "seeds": 40_000, "grids": {"van": {"learning_rate": rates}}}
     with study(fill(tmp_path / "old")) as opened:
-        recipe = RECIPE.stored() | {
-            "methods": ["van"],
-            "seeds": 40_000,
-            "grids": {"van": {"learning_rate": rates}},
-        }
-        opened.note(recipe=recipe)
+        opened.note(recipe=RECIPE.stored() | more)
     execute(tmp_path / "old", f"DELETE FROM units WHERE id = '{GRID[0].id}'")
     with limited(60):
         assert rescue(tmp_path / "old", tmp_path / "new").results == 2
@@ -304,62 +286,35 @@ def test_without_a_recipe_there_is_nothing_to_rescue(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(tmp_path / "old")
-
-    def run(*arguments: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        return ended.value.code, *capsys.readouterr()
-
-    code, said, _ = run("rescue", str(tmp_path / "old"), str(tmp_path / "new"))
-    assert (code, said.partition(" are")[0]) == (0, "2 results")
-    code, _, complaint = run("rescue", str(tmp_path / "old"), str(tmp_path / "new"))
-    assert (code, "there is a study in" in complaint) == (2, True)
-    execute(tmp_path / "old", f"UPDATE records SET seconds = 7 WHERE unit = '{GRID[0].id}'")
-    code, said, complaint = run("rescue", str(tmp_path / "old"), str(tmp_path / "third"))
-    assert (code, said.partition(" are")[0], complaint.startswith("lost: row ")) == (
-        1,
-        "1 results",
-        True,
-    )
+    old, new = str(fill(tmp_path / "old")), str(tmp_path / "new")
+    code, said, _ = outcome(capsys, "rescue", old, new)
+    assert code == 0
+    assert said.startswith("2 results are")
+    assert "there is a study in" in refusal(capsys, "rescue", old, new)
+    execute(tmp_path / "old", ALTER_A_RECORD)
+    code, said, complaint = outcome(capsys, "rescue", old, str(tmp_path / "third"))
+    assert code == 1
+    assert said.startswith("1 results are")
+    assert complaint.startswith("lost: row ")
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *(
-            ["run", "quickstart", "--out", ""],
-            ["run", "quickstart", "--out="],
-            ["run", "--out", " "],
-            ["run", "quickstart", "--json", ""],
-        ),
-        *(
-            ["run", "quickstart", "--tensorboard", ""],
-            ["run", "quickstart", "--data", ""],
-            ["table", ""],
-            ["status", ""],
-            ["merge", "", "x"],
-        ),
-        *(
-            ["table", ".", "--csv", ""],
-            ["companions", ".", "--json="],
-            ["merge", "x", ""],
-            ["rescue", "", "x"],
-            ["bench", "--markdown", ""],
-        ),
+        *("run quickstart --out ''", "run quickstart --out=", "run --out ' '"),
+        *("run quickstart --json ''", "run quickstart --tensorboard ''"),
+        *("run quickstart --data ''", "table ''", "status ''", "merge '' x", "merge x ''"),
+        *("table . --csv ''", "companions . --json=", "rescue '' x", "bench --markdown ''"),
     ],
 )
 def test_an_empty_argument_is_not_the_current_folder(
-    command: list[str],
+    command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(command)
-    assert ended.value.code == 2
-    assert "is empty: give it a value" in capsys.readouterr().err
+    assert "is empty: give it a value" in refusal(capsys, *shlex.split(command))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -377,14 +332,9 @@ def test_a_file_of_holes_is_not_copied(
     with path.open("r+b") as file:
         file.truncate(2**40)
     path.with_name(f"{FILE}-journal").write_bytes(b"x")
-    with pytest.raises(SystemExit, match="2"), limited():
-        main(
-            [
-                command,
-                str(tmp_path / "old"),
-                *([str(tmp_path / "new")] if command == "rescue" else []),
-            ]
-        )
-    assert "study.sqlite is larger than that of any study" in capsys.readouterr().err
+    words = [command, str(tmp_path / "old"), str(tmp_path / "new")]
+    with limited():
+        line = refusal(capsys, *words[: 3 if command == "rescue" else 2])
+    assert "study.sqlite is larger than that of any study" in line
     assert list(temporary.iterdir()) == []
     assert not (tmp_path / "new").exists()

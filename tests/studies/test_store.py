@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
-import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +13,14 @@ import pytest
 
 from onepass import files
 from onepass.errors import InputError
-from onepass.studies import locking, tables
-from onepass.studies.folder import FILE
+from onepass.studies import locking
+from onepass.studies.database import FILE
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Store
-from stored import GRID, MADE, RECIPE, RUNS, fill, record, results_in, study
+from tests.commands import exit_code
+from tests.failing import failing
+from tests.studies.stored import GRID, MADE, RECIPE, RUNS, fill, record, results_in, study
 
 
 def test_what_is_stored_is_read_back_bit_by_bit(tmp_path: Path) -> None:
@@ -35,25 +34,17 @@ def test_what_is_stored_is_read_back_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_a_unit_is_named_by_everything_that_matters_to_its_result_and_by_nothing_else() -> None:
-    names = {unit.id for unit in GRID}
-    assert len(names) == len(GRID)
+    def names(method: str, *changes: str) -> set[str]:
+        return {unit.id for unit in cross_validation(load("quickstart", list(changes)), method)}
+
+    of_van = {unit.id for unit in GRID}
+    assert len(of_van) == len(GRID)
     for change in ("batch_size=5", "hidden=[8]", "train_examples=60"):
-        assert names.isdisjoint(
-            unit.id for unit in cross_validation(load("quickstart", [change]), "van")
-        ), change
-    for change in (
-        "memory_per_task=7",
-        "gradients=looped",
-        "memory=ring",
-        "options.a-gem.reference_batch=9",
-        "union_softmax=false",
-    ):
-        assert names <= {
-            unit.id for unit in cross_validation(load("quickstart", [change]), "van")
-        }, change
-    assert {unit.id for unit in cross_validation(RECIPE, "a-gem")}.isdisjoint(
-        unit.id for unit in cross_validation(load("quickstart", ["memory_per_task=7"]), "a-gem")
-    )
+        assert of_van.isdisjoint(names("van", change)), change
+    for change in ("memory_per_task=7", "gradients=looped", "memory=ring", "union_softmax=false"):
+        assert of_van <= names("van", change), change
+    assert of_van <= names("van", "options.a-gem.reference_batch=9")
+    assert names("a-gem").isdisjoint(names("a-gem", "memory_per_task=7"))
 
 
 def test_a_unit_is_never_stored_twice(tmp_path: Path) -> None:
@@ -120,9 +111,9 @@ def test_a_study_of_an_older_version_whose_process_was_killed_is_read_from_its_l
 ) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from stored import GRID, MADE, as_older_versions, record, study
+from tests.studies.stored import GRID, MADE, as_older_versions, record, study
 with study(Path({str(tmp_path)!r})) as opened:
     as_older_versions(opened)
     opened.plan([GRID])
@@ -142,137 +133,18 @@ def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
         pass
 
 
-# ---- versions
-
-
-def test_a_store_of_an_older_version_is_brought_up_to_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path)
-    older = (tmp_path / FILE).read_bytes()
-
-    def add_host(connection: sqlite3.Connection) -> None:
-        """An imagined version 2 that knows who made the study."""
-        tables.put(connection, "study", ("host", '"unknown"'))
-
-    monkeypatch.setattr(tables, "VERSION", 2)
-    monkeypatch.setitem(tables.MIGRATIONS, 1, add_host)
-    with Store.read(tmp_path) as opened:
-        assert opened.contents.study["host"] == "unknown"
-        assert opened.record(GRID[0].id).same_as(record(GRID[0]))
-    assert (tmp_path / FILE).read_bytes() == older, "readers leave the file as it is"
-    with study(tmp_path) as opened:
-        assert opened.contents.study["host"] == "unknown"
-    with sqlite3.connect(tmp_path / FILE) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
-
-
-def test_a_migration_that_fails_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path)
-
-    def fail_half_way(connection: sqlite3.Connection) -> None:
-        connection.execute("DELETE FROM records")
-        raise sqlite3.OperationalError("disk I/O error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "VERSION", 2)
-        patch.setitem(tables.MIGRATIONS, 1, fail_half_way)
-        with pytest.raises(InputError, match="disk I/O error"), study(tmp_path):
-            pass
-    with Store.read(tmp_path) as opened:
-        assert len(opened.contents.records) == 2
-
-
-def test_a_store_of_a_newer_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "VERSION", 9)
-        fill(tmp_path)
-    for opening in (Store.read(tmp_path), study(tmp_path)):
-        with pytest.raises(InputError, match="newer onepass"), opening:
-            pass
-
-
-def test_the_first_version_can_be_read_forever() -> None:
-    """The file beside this test was written by version 1; it must open with every schema."""
-    with Store.read(Path(__file__).with_name("version-1")) as opened:
-        assert len(opened.contents.records) == 2
-        for unit in opened.contents.records:
-            found = opened.record(unit)
-            assert found.accuracy.shape == (3, 3)
-            assert found.violations == [0, 3, 1]
-            assert found.seconds == 1.25
-            assert opened.contents.records[unit].provenance == MADE
-
-
-# ---- damage
-
-
-@pytest.mark.parametrize(
-    ("statement", "reason"),
-    [
-        ("DELETE FROM records WHERE unit = (SELECT unit FROM records LIMIT 1)", "rows"),
-        ("DELETE FROM units", "rows"),
-        ("UPDATE records SET seconds = 9.0", "'records' was altered"),
-        ("UPDATE records SET diverged = 1", "'records' was altered"),
-        (
-            "UPDATE units SET configuration = replace(configuration, '0.1', '0.3')",
-            "'units' was altered",
-        ),
-        ("UPDATE study SET value = replace(value, 'van', 'ewc')", "'study' was altered"),
-        ("UPDATE units SET id = 'x' WHERE place = 0", "'units' was altered"),
-        ("DROP TABLE records", "no such table"),
-        ("PRAGMA application_id = 7", "not a study of onepass"),
-    ],
-)
-def test_a_store_that_somebody_edited_is_refused(
-    statement: str, reason: str, tmp_path: Path
-) -> None:
-    fill(tmp_path)
-    with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.execute(statement)
-    connection.close()
-    for opening in (Store.read(tmp_path), study(tmp_path)):
-        with pytest.raises(InputError, match=reason), opening:
-            pass
-
-
-def test_a_store_that_was_emptied_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    fill(tmp_path)
-    (tmp_path / FILE).write_bytes(b"")
-    for opening in (Store.read(tmp_path), study(tmp_path)):
-        with pytest.raises(InputError, match="it is empty"), opening:
-            pass
-
-
 # ---- a disk that fails
 
 
-@pytest.fixture(params=[errno.ENOSPC, errno.EROFS, errno.EIO])
-def broken_disk(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], None]:
-    def break_it() -> None:
-        def refuse(*_: object) -> None:
-            raise OSError(request.param, os.strerror(request.param))
-
-        monkeypatch.setattr(files.os, "fsync", refuse)
-
-    return break_it
-
-
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_when_arrays_cannot_be_written_nothing_is_stored_and_it_works_later(
-    broken_disk: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with study(tmp_path) as opened:
+    with monkeypatch.context() as broken, study(tmp_path) as opened:
         opened.plan([GRID])
-        broken_disk()
+        broken.setattr(files.os, "fsync", failing(code))
         with pytest.raises(InputError, match=r"cannot write .* make room"):
             opened.add({unit.id: record(unit) for unit in GRID}, MADE)
-    monkeypatch.undo()
     with study(tmp_path) as opened:
         assert not opened.contents.records
         assert list((tmp_path / "arrays").iterdir()) == []
@@ -284,13 +156,12 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
     tmp_path: Path,
 ) -> None:
     fill(tmp_path)
+    many = evaluation(RECIPE.model_copy(update={"seeds": 50}), "van", {"learning_rate": 0.1})
     with study(tmp_path) as opened:
-        pages = opened._connection.execute("PRAGMA page_count").fetchone()[0]
+        (pages,) = opened._connection.execute("PRAGMA page_count").fetchone()
         opened._connection.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(InputError, match="full"):
-            opened.plan(
-                [evaluation(RECIPE.model_copy(update={"seeds": 50}), "van", {"learning_rate": 0.1})]
-            )
+            opened.plan([many])
         assert len(opened.contents.entries) == 2
         assert opened.open_fleets() == {}
     with study(tmp_path) as opened:
@@ -301,13 +172,8 @@ def test_when_the_disk_is_full_for_sqlite_what_was_stored_stays_and_it_works_lat
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     names = [
-        ".partial-x",
-        "progress.json",
-        "mine/.partial-notes",
-        "arrays/.partial-x",
-        "arrays/notes.safetensors",
-        "checkpoints/model.pt",
-        "lock",
+        *(".partial-x", "progress.json", "mine/.partial-notes", "arrays/.partial-x"),
+        *("arrays/notes.safetensors", "checkpoints/model.pt", "lock"),
     ]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -337,3 +203,34 @@ def test_records_are_the_same_only_if_every_number_is() -> None:
     altered = one.accuracy.copy()
     altered[1, 1] = np.nextafter(altered[1, 1], 1)
     assert not one.same_as(replace(one, accuracy=altered))
+
+
+@pytest.mark.parametrize("harm", ["all", "one", "altered"])
+def test_a_study_whose_arrays_are_gone_is_not_said_to_be_complete(
+    harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path)
+    with study(tmp_path) as opened:
+        opened.plan([RUNS])
+        opened.add({RUNS[0].id: record(RUNS[0])}, MADE)
+    for path in (tmp_path / "arrays").iterdir():
+        if harm == "one" and RUNS[0].id.encode() not in path.read_bytes():
+            continue
+        if harm == "altered":
+            path.write_bytes(path.read_bytes() + b" ")
+        else:
+            path.unlink()
+    assert exit_code("status", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert "cannot be used" in said.err
+    assert not said.out
+
+
+def test_a_study_without_results_needs_no_folder_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with study(tmp_path) as opened:
+        opened.plan([GRID])
+    (tmp_path / "arrays").rmdir()
+    assert exit_code("status", str(tmp_path)) == 0
+    assert "0 of" in capsys.readouterr().out
