@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "onepass"
-REST = ["tests/learners", "tests/models", "tests/test_memory.py", "tests/streams"]
+REST = ["tests/learners", "tests/models", "tests/memory/test_fleet.py", "tests/streams"]
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ MUTANTS = [
     ),
     *of(
         "memory/sampling.py",
-        "tests/test_memory.py",
+        "tests/memory/test_fleet.py",
         ("biased reservoir", "uniform * (number + 1)", "uniform * number"),
     ),
     *of(
         "memory/fleet.py",
-        "tests/test_memory.py tests/learners/test_sgem.py",
+        "tests/memory/test_fleet.py tests/learners/test_sgem.py",
         (
             "shows the current task",
             "        if self.include_current:\n            return self",

@@ -17,7 +17,7 @@ PACKAGE = Path(onepass.__file__).parent
 # A room is a module or a folder of the package. The lowest layer comes first.
 LOWEST = (
     *("errors", "output", "interrupts", "stopping", "special_files", "files"),
-    *("random_numbers", "metrics"),
+    *("random_numbers", "metrics", "settings"),
 )
 LAYERS = (
     LOWEST,
@@ -31,6 +31,7 @@ LAYERS = (
     ("studies", "live"),
     ("report",),
     ("bench",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )
@@ -50,12 +51,12 @@ SOMEWHERE = {
     "distributed": ("studies.cluster",),
     "pooch": ("studies.fetch",),
     "pydantic": ("studies", "live.header"),
-    "rich": ("live.watching", "report", "bench.measure", "cli"),
+    "rich": ("live.watching", "report", "bench.measure", "cli", "commands"),
     "safetensors": ("studies", "live.container"),
-    "sklearn": ("live.classifier",),
+    "sklearn": ("live.classifier", "live.classifier_setup"),
     "torch.utils.tensorboard": ("live.watching", "report.tracking"),
     "triton": ("engine.gpu", "engine.quadratic"),
-    "typer": ("cli",),
+    "typer": ("cli", "commands"),
 }
 
 MODULES = {

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a call: the learner is as before the call or as after it, never in between."""
+"""Ctrl-C in the middle of a call: the learner is as before the call or as after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Handlers of the user's own, several signals at once, and children: every signal is heard, once, and sees a learner that is whole."""
+"""Handlers of the user's own, several signals at once, and children.
+
+Every signal is handled once, and its handler sees a consistent learner.
+"""
 
 from __future__ import annotations
 

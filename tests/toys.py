@@ -12,6 +12,7 @@ from onepass.engine.batch import Batch
 from onepass.engine.fleet import Fleet
 from onepass.engine.gradients import Mode
 from onepass.engine.slots import Slots
+from onepass.learners.declarations import Needs
 from onepass.streams import STREAMS
 from onepass.streams.base import Heads, Part, Pool, Stream, Task, separate_heads, shared_heads
 
@@ -43,7 +44,7 @@ class ToyStream(Stream):
             members = (self.pool.classes // 2 == k).nonzero()[:, 0]
             count = self.examples - (7 * seed + 5 * k) % 23 if self.ragged else self.examples
             train, test = members[members < 240][:count], members[members >= 240]
-            made.append(Task(train, test, slot_of_class, None, torch.tensor(k)))
+            made.append(Task(train, test, slot_of_class, None))
         return made
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onepass.engine.batch import Batch
 from onepass.learners import Method
+from onepass.learners.declarations import Capture
 from onepass.learners.van import Van
 from onepass.metrics import Record
 from onepass.protocol import Run, Setup, Snapshot
@@ -103,7 +104,8 @@ class Asking(Van):
 class Told(Van):
     """It reads the number of the task in every step."""
 
-    reads_task = True
+    def capture(self) -> Capture | None:
+        return Capture(reads_task=True)
 
     def direction(self, batch: Batch) -> Tensor:
         return super().direction(batch) * (1 + (batch.task or 0))

@@ -34,7 +34,7 @@ def hand_in(learner: Any, name: str, number: int) -> list[Examples]:
         everything, _ = memory.contents()
         generator = torch.Generator().manual_seed(number)
         order = torch.randperm(TASKS * 250, generator=generator)
-        chosen = order[: getattr(learner, "reference_batch", 0)]
+        chosen = order[: getattr(learner.option, "reference_batch", 0)]
         one = Batch(everything.x[:, chosen], everything.slots[:, chosen])
     memory.draw = memory.of_chosen = lambda _: one
     return [looked_at(one)]

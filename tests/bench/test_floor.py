@@ -6,8 +6,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from onepass.bench.floor import Rates, Work
-from onepass.bench.floor import work as floor_work
+from onepass.bench.floor import WatchedFleet, Rates, Work
+from onepass.bench.floor import WatchedFleet, work as floor_work
 from onepass.bench.measure import least_work
 from onepass.bench.processes import middle
 
@@ -59,7 +59,7 @@ def test_the_floor_counts_what_a_step_reads_and_writes_of_the_state(name: str, k
 
 
 def test_frozen_columns_are_passed_through_and_not_learnt() -> None:
-    feed, fleet, learner, phase = middle("prog-nn", 1, 1, IMAGES)
+    feed, fleet, learner, phase = middle("prog-nn", 1, 1, IMAGES, fleet_type=WatchedFleet)
     found = floor_work(fleet, learner, islice(feed.batches(phase), 2))
     trained = fleet.theta[:, fleet.trainable].shape[1]
     assert trained < fleet.theta.shape[1]

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import INTERPRETED
 from torch import Tensor
 
 from onepass.engine import gpu
+from tests.engine.interpreter import INTERPRETED
 
 
 @pytest.fixture(autouse=True)

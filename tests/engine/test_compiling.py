@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import INTERPRETED
 from torch import Tensor
 
 from onepass.engine import gpu, quadratic
@@ -19,6 +18,7 @@ from onepass.engine.gpu.convolution import (
     convolve_weights,
 )
 from onepass.engine.gpu.norm import norm, norm_backward
+from tests.engine.interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED or not gpu.has_triton(), reason="needs Triton")
 TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bool: "*i1"}

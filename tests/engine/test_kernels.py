@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, needs_kernels
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,6 +17,7 @@ from onepass.engine.gpu.convolution import (
 )
 from onepass.engine.gpu.norm import norm, norm_backward
 from onepass.engine.precision import products
+from tests.engine.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 pytestmark = [pytest.mark.kernels, needs_kernels]
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from interpreter import DEVICE, INTERPRETED, needs_kernels
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from onepass.engine import quadratic
 from onepass.engine.quadratic import solve
 from onepass.learners.gem import closest
+from tests.engine.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 Array = NDArray[np.float64]
 SETTINGS = [(0.0, 0.0), (0.5, 0.0), (0.0, 1e-3), (0.5, 1e-3), (2.0, 0.1)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from onepass.engine.batch import Batch
 from onepass.learners.mega1 import Mega1, balance
 from onepass.learners.mega2 import Mega2, rotate
+from onepass.learners.rehearsal import Reference, Referring
 from onepass.memory import FleetMemory
 from tests.toys import Normed, batch_of, by_hand, fleet_of
 

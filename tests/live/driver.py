@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import InputError, OnePass
+from onepass.live.memory import StreamMemory
 from tests.live.comparing import same
 from tests.live.random_calls import HEADS, OUTPUTS, Kind, Net, check_memory, snapshot
 from tests.toys import FEATURES
@@ -248,7 +249,7 @@ class Driver:
             task, label = self.seen[key]
             slot = int(memory.storage.columns["slots"][row])
             if not shown_twice:
-                assert memory._group[row][0] == (0 if memory.task_free else task)
+                assert memory.rows.group[row][0] == (0 if memory.task_free else task)
                 assert slot == label
             own = 0 if memory.policy == "reservoir" else slot
-            assert memory._group[row][1] in (own, -1, ~slot)
+            assert memory.rows.group[row][1] in (own, -1, ~slot)

@@ -79,17 +79,17 @@ def numbers_in(memory: StreamMemory) -> list[int]:
 def check(memory: StreamMemory, offered: Offered) -> None:
     """Everything that must hold at any time."""
     rows = range(memory.size)
-    in_groups = sorted(itertools.chain.from_iterable(memory._members.values()))
+    in_groups = sorted(itertools.chain.from_iterable(memory.rows.members.values()))
     assert in_groups == list(rows), "every row is in one group"
-    for group, members in memory._members.items():
-        assert all(memory._group[row] == group for row in members)
-        assert len(members) <= memory._seen[group]
-    assert len(memory._group) == len(memory._arrived) == memory.size
-    position = {row: place for row, place in enumerate(memory._position) if place >= 0}
-    assert {row: place for place, row in enumerate(memory._visible)} == position
-    hidden = set(memory._fresh)
+    for group, members in memory.rows.members.items():
+        assert all(memory.rows.group[row] == group for row in members)
+        assert len(members) <= memory.rows.seen[group]
+    assert len(memory.rows.group) == len(memory.rows.arrived) == memory.size
+    position = {row: place for row, place in enumerate(memory.rows.position) if place >= 0}
+    assert {row: place for place, row in enumerate(memory.rows.visible)} == position
+    hidden = set(memory.rows.fresh)
     if memory.task_free:
-        hidden = {one % 2**SHIFT for one in memory._coming} - position.keys()
+        hidden = {one % 2**SHIFT for one in memory.rows.coming} - position.keys()
     assert hidden.isdisjoint(position)
     assert hidden | position.keys() == set(rows)
     assert sum(memory.counts().values()) == memory.size

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass import Memory, OnePass
-from onepass.live.memory import SHIFT
+from onepass.live.memory import StreamMemory
+from onepass.live.rows import SHIFT
 from tests.toys import FEATURES
 
 OUTPUTS = 4
@@ -125,7 +126,8 @@ def snapshot(learner: OnePass) -> dict[str, Any]:
         "rng_state": torch.get_rng_state(),
     }
     if memory is not None:
-        found["memory"] = copied(memory.state().items()), memory.counters(), memory._sharing
+        sharing = memory._selection.sharing
+        found["memory"] = copied(memory.state().items()), memory.counters(), sharing
     return found
 
 
@@ -138,14 +140,11 @@ def check_memory(memory: StreamMemory, steps: int) -> None:
     for group, members in memory.rows.members.items():
         assert all(memory.rows.group[row] == group for row in members)
         assert memory.rows.seen[group] >= len(members)
-    visible, apart = (
-        set(memory.rows.visible),
-        {row for row in rows if memory.rows.group[row][1] < 0},
-    )
+    visible = set(memory.rows.visible)
+    apart = {row for row in rows if memory.rows.group[row][1] < 0}
     assert not visible & apart
-    assert (
-        not apart or max(Counter(memory.rows.group[row] for row in apart).values()) <= plan.held_out
-    )
+    held_out = Counter(memory.rows.group[row] for row in apart)
+    assert max(held_out.values(), default=0) <= plan.held_out
     assert len(visible) == len(memory.rows.visible) == memory.visible
     position = {row: place for row, place in enumerate(memory.rows.position) if place >= 0}
     assert position == {row: place for place, row in enumerate(memory.rows.visible)}

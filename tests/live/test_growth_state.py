@@ -11,6 +11,9 @@ from torch import Tensor, optim
 from torch.nn import functional
 
 from onepass import Memory, OnePass
+from onepass.live.batches import read_batch
+from onepass.live.growth import enlarge
+from onepass.live.learning import begin
 from tests.live.growing import SETTINGS, batch, learn, learner_of
 from tests.live.saved_learners import net
 
@@ -50,7 +53,7 @@ def test_an_optimizer_keeps_its_state_of_old_outputs_and_has_zeros_for_new_ones(
     for p, state in optimizer.state.items():
         tensors = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
         before[order.index(id(p))] = tensors
-    learner._grow(5)
+    enlarge(learner, 5)
     driven = [id(p) for p in optimizer.param_groups[0]["params"]]
     assert driven == [id(p) for p in module.parameters()]
     for place, state in before.items():
@@ -123,7 +126,7 @@ def test_a_methods_state_of_old_parameters_stays_and_new_ones_begin_at_nothing(n
     rest = {key: state[key].clone() for key in state.keys() - sized}
     if name.partition(",")[0] in ("ewc", "mas", "pi", "rwalk"):
         assert {"pull", "anchor"} <= sized
-    learner._grow(5)
+    enlarge(learner, 5)
     theta = named(learner, learner.fleet.theta)
     for key, values in before.items():
         after = named(learner, own.state()[key])
@@ -131,7 +134,7 @@ def test_a_methods_state_of_old_parameters_stays_and_new_ones_begin_at_nothing(n
             assert torch.equal(after[parameter][: len(old)], old), (key, parameter)
             new = after[parameter][len(old) :]
             expected = torch.zeros_like(new)
-            if key in own.points:
+            if own.fields()[key].kind == "point":
                 expected = theta[parameter][len(old) :]
             assert torch.equal(new, expected), (key, parameter)
             assert len(new) == (3 if parameter.startswith("2.") else 0)
@@ -210,7 +213,7 @@ def test_tasks_with_more_classes_than_outputs_grow_the_head_at_once_as_if_it_had
     values = {key: p.detach().clone() for key, p in growing.module.named_parameters()}
     x, y = batch(0)
     # What the first batch does first.
-    growing._begin(growing._batch([x], y, None), y.tolist(), 0, crossing=False)
+    begin(growing, read_batch(growing, x, y)[0], y.tolist(), 0)
     assert growing.outputs == 6
     for key, p in growing.module.named_parameters():
         assert torch.equal(p[: len(values[key])], values[key])

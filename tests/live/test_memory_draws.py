@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from onepass import InputError, Memory, OnePass
 from onepass.engine.batch import Batch
-from onepass.live.memory import LiveMemory, Policy
+from onepass.live.memory import StreamMemory
+from onepass.live.plan import Policy
 from onepass.live.saving import packed
 from tests.live.memories import (
     CLASSES,
@@ -137,7 +138,7 @@ def test_what_a_task_free_method_is_given_was_in_the_stream_with_that_label_and_
             given.append(batch)
         return batch
 
-    monkeypatch.setattr(LiveMemory, "draw", listen)
+    monkeypatch.setattr(StreamMemory, "draw", listen)
     asked: dict[str, Any] = {"task_free": True, "grow": True, "reference_batch": 9, "seed": 3}
     asked |= {"memory": Memory(examples=25, recent=5)}
     learner = OnePass(nn.Linear(2, 6), method, learning_rate=1e-3, **asked)

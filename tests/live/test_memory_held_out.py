@@ -12,7 +12,8 @@ import torch
 
 from onepass import InputError, Memory, OnePass
 from onepass.engine.batch import Batch
-from onepass.live.memory import LiveMemory, Policy
+from onepass.live.memory import StreamMemory
+from onepass.live.plan import Policy
 from onepass.live.saving import packed, settings
 from tests.live.drifting import learnt, net, stream
 from tests.live.memories import (
@@ -27,14 +28,14 @@ from tests.live.memories import (
 )
 
 
-def held(memory: LiveMemory) -> dict[tuple[int, int], list[int]]:
+def held(memory: StreamMemory) -> dict[tuple[int, int], list[int]]:
     """Numbers of the examples held out, by group."""
     numbers = numbers_in(memory) if memory.storage is not None else []
-    apart = {group: rows for group, rows in memory._members.items() if group[1] < 0}
+    apart = {group: rows for group, rows in memory.rows.members.items() if group[1] < 0}
     return {group: [numbers[row] for row in rows] for group, rows in apart.items()}
 
 
-def filled(memory: LiveMemory, seed: int = 0, tasks: int = 3, batches: int = 30) -> Offered:
+def filled(memory: StreamMemory, seed: int = 0, tasks: int = 3, batches: int = 30) -> Offered:
     offered, random = Offered(), Random(seed)
     for task in range(1 if memory.task_free else tasks):
         memory.begin_task(task)
@@ -178,15 +179,15 @@ def test_a_method_is_given_nothing_of_what_is_held_out(
 ) -> None:
     given: list[Batch] = []
     for name in ("draw", "of"):
-        real = getattr(LiveMemory, name)
+        real = getattr(StreamMemory, name)
 
-        def listen(memory: LiveMemory, what: Any, real: Any = real) -> Batch | None:
+        def listen(memory: StreamMemory, what: Any, real: Any = real) -> Batch | None:
             found: Batch | None = real(memory, what)
             if found is not None:
                 given.append(found)
             return found
 
-        monkeypatch.setattr(LiveMemory, name, listen)
+        monkeypatch.setattr(StreamMemory, name, listen)
     learner = learnt(method, memory=Memory(per_task=20, held_out=10))
     memory = learner.memory
     assert memory is not None

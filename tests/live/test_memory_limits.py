@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass import InputError, Memory, OnePass
-from onepass.live.memory import GROUP, INDEX, ROW, LiveMemory, Policy
+from onepass.live.memory import GROUP, INDEX, ROW, StreamMemory
+from onepass.live.plan import Policy
 from onepass.live.saving import packed
 from tests.failing import failing
 from tests.live.memories import (
@@ -34,7 +35,7 @@ from tests.live.memories import (
 )
 
 
-def real_bytes(memory: LiveMemory) -> int:
+def real_bytes(memory: StreamMemory) -> int:
     """What the tensors really take, whatever part of them is shown."""
     assert memory.storage is not None
     return sum(column.untyped_storage().nbytes() for column in memory.storage.columns.values())
@@ -58,7 +59,7 @@ def test_the_byte_budget_holds_after_every_batch_and_is_used(
             assert real_bytes(memory) + INDEX * memory.size <= memory.nbytes <= budget
         check(memory, offered)
     # Tasks are many small groups, which need room too.
-    assert memory.size == (50 if task_free else memory._limit)
+    assert memory.size == (50 if task_free else memory._selection.limit)
     assert memory.nbytes > budget - EACH - ROW - GROUP
     assert len(offered.labels) > 500
 
@@ -90,9 +91,10 @@ def test_without_a_limit_every_task_has_its_share_and_room_grows_with_the_tasks(
         assert real_bytes(memory) + INDEX * memory.size == memory.nbytes <= (task + 3) * 20 * EACH
 
 
-def lists_of(memory: LiveMemory) -> tuple[object, ...]:
-    of_groups = memory._members, memory._seen, memory._fresh, memory._coming
-    return *of_groups, memory._group, memory._arrived, memory._visible, memory._position
+def lists_of(memory: StreamMemory) -> tuple[object, ...]:
+    rows = memory.rows
+    of_groups = rows.members, rows.seen, rows.fresh, rows.coming
+    return *of_groups, rows.group, rows.arrived, rows.visible, rows.position
 
 
 def test_what_the_memory_holds_beside_its_examples_does_not_grow_with_the_number_of_tasks() -> None:
@@ -101,13 +103,13 @@ def test_what_the_memory_holds_beside_its_examples_does_not_grow_with_the_number
         memory.begin_task(task)
         offered(memory, range(CLASSES))
         memory.end_task()
-        lists = (*lists_of(memory), *memory._members.values())
+        lists = (*lists_of(memory), *memory.rows.members.values())
         held.append(sum(sys.getsizeof(one) for one in lists))
-    assert 20 <= memory.size == memory.visible <= (memory._limit or 0)
+    assert 20 <= memory.size == memory.visible <= (memory._selection.limit or 0)
     assert held[299] < 1.5 * held[49]
 
 
-def noted(memory: LiveMemory) -> int:
+def noted(memory: StreamMemory) -> int:
     """Bytes that the lists of a memory take, each object once."""
     seen = {id(number) for number in range(-5, 257)}  # which Python has anyway
 
@@ -120,7 +122,7 @@ def noted(memory: LiveMemory) -> int:
             inside = [*one.keys(), *one.values()]
         return sys.getsizeof(one) + sum(map(size, inside))
 
-    rows = 0 if memory._rows is None else memory._rows.nbytes
+    rows = 0 if memory.rows.places is None else memory.rows.places.nbytes
     return sum(map(size, lists_of(memory))) + rows
 
 
@@ -178,7 +180,7 @@ def test_what_python_allocates_is_within_the_budget_with_one_example_of_each_cla
         for step in range(100):
             offered(memory, range(10 * step, 10 * step + 10))
         gc.collect()
-        of_memory = tracemalloc.Filter(True, "*/onepass/live/memory.py")
+        of_memory = tracemalloc.Filter(True, "*/onepass/live/*.py")
         lists = tracemalloc.take_snapshot().filter_traces([of_memory]).traces
     finally:
         tracemalloc.stop()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from onepass import Memory
-from onepass.live.memory import LiveMemory, Policy
+from onepass.live.memory import StreamMemory
+from onepass.live.plan import Policy
 from tests.live.memories import CLASSES, EACH, Offered, check, memory_of, numbers_in
 
 
@@ -21,7 +22,7 @@ def stream_of(counts: Sequence[int], seed: int = 0) -> list[int]:
     return labels
 
 
-def fill(memory: LiveMemory, labels: Sequence[int], size: int = 25) -> Offered:
+def fill(memory: StreamMemory, labels: Sequence[int], size: int = 25) -> Offered:
     offered = Offered()
     for start in range(0, len(labels), size):
         offered(memory, labels[start : start + size])
@@ -60,11 +61,13 @@ def test_tasks_and_their_classes_stay_level_when_the_budget_is_reached(
             offered(memory, random.sample(range(CLASSES), CLASSES))
         memory.end_task()
         tasks = memory.counts()
-        assert sum(tasks.values()) == min(memory._limit or 0, 40 * (task + 1))
-        assert 50 <= (memory._limit or 0) <= 61  # where groups are many, fewer examples fit
+        assert sum(tasks.values()) == min(memory._selection.limit or 0, 40 * (task + 1))
+        # Where groups are many, fewer examples fit.
+        assert 50 <= (memory._selection.limit or 0) <= 61
         assert max(tasks.values()) - min(tasks.values()) <= 1
         for one in tasks:
-            groups = [len(members) for group, members in memory._members.items() if group[0] == one]
+            of_groups = memory.rows.members.items()
+            groups = [len(members) for group, members in of_groups if group[0] == one]
             assert max(groups) - min(groups) <= 1
 
 

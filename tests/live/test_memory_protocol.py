@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from live_memory import Offered, memory_of
 
 from onepass import Memory
 from onepass.memory import EpisodicMemory
+from tests.live.memories import Offered, memory_of
 
 
 def test_the_contents_are_what_may_be_drawn_and_their_tasks() -> None:

@@ -54,6 +54,7 @@ def test_a_file_of_an_earlier_version_is_loaded_and_goes_on(
     now, same = taken_apart(packed(learner))
     assert tensors.keys() == same.keys()
     assert all(torch.equal(tensor, same[key]) for key, tensor in tensors.items())
+    was["learner"].pop("steps", None)  # the fleet counts them now
     assert {key for key in was if was[key] != now[key]} <= {"settings"}
     OLD[name].run(learner, MIDDLE)
     assert learner.steps == 9

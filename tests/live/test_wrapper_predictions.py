@@ -150,7 +150,7 @@ def test_a_step_of_a_gem_is_its_formula_and_does_not_raise_the_loss_on_the_memor
     corrected = 0
     for x, y in [*contrary(20, 1), *contrary(10, 0)]:
         # All of it is drawn, since it is smaller than a reference batch.
-        past = learner.memory.take(torch.tensor(sorted(learner.memory._visible)))
+        past = learner.memory.take(torch.tensor(sorted(learner.memory.rows.visible)))
         reference, g = gradient(module, past.x[0], past.slots[0]), gradient(module, x, y)
         product = float(g @ reference)
         expected = g - product / float(reference @ reference) * reference if product < 0 else g

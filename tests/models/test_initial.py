@@ -56,13 +56,13 @@ def test_the_initialisation_of_torch_is_left_alone() -> None:
     [("resnet18-reduced", 100, 1_109_240), ("resnet18", 100, 11_220_132), ("mlp", 10, 855_050)],
 )
 def test_networks_are_known_by_name(kind: str, outputs: int, count: int) -> None:
-    net = Network(kind).build(3072, (32, 32, 3), outputs)  # type: ignore[arg-type]
+    net = Network(kind).build((32, 32, 3), outputs)  # type: ignore[arg-type]
     assert sum(p.numel() for p in net.parameters()) == count
 
 
 @pytest.mark.parametrize(("stem", "side"), [("3x3", 32), ("7x7", 16), ("7x7-pool", 8)])
 def test_a_stem_decides_what_the_first_layer_sees(stem: str, side: int) -> None:
-    net, seen = Network("resnet18", stem=stem).build(3072, (32, 32, 3), 5), []  # type: ignore[arg-type]
+    net, seen = Network("resnet18", stem=stem).build((32, 32, 3), 5), []  # type: ignore[arg-type]
     layer = net.get_submodule("layer1")
     layer.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
     assert net(torch.randn(2, 3, 32, 32)).shape == (2, 5)

@@ -47,12 +47,12 @@ def by_hand(v: Values, x: Tensor, blocks: tuple[int, ...], training: bool) -> Te
     for level, count in enumerate(blocks, start=1):
         for b in range(count):
             name, stride = f"layer{level}.{b}", 2 if level > 1 and b == 0 else 1
-            inner = functional.conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
+            inner = conv2d(h, v[f"{name}.conv1.weight"], stride=stride, padding=1)
             inner = norm(v, f"{name}.bn1", inner, training).relu()
-            inner = functional.conv2d(inner, v[f"{name}.conv2.weight"], padding=1)
+            inner = conv2d(inner, v[f"{name}.conv2.weight"], padding=1)
             inner = norm(v, f"{name}.bn2", inner, training)
             if f"{name}.downsample.0.weight" in v:
-                h = functional.conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride)
+                h = conv2d(h, v[f"{name}.downsample.0.weight"], stride=stride)
                 h = norm(v, f"{name}.downsample.1", h, training)
             h = (inner + h).relu()
     return h.flatten(2).mean(2) @ v["fc.weight"].T + v["fc.bias"]
@@ -141,7 +141,6 @@ def test_gradients_and_statistics_of_a_fleet_are_those_of_plain_autograd(
 ) -> None:
     slots = Slots(separate_heads(3, 2))
     fleet = Fleet(lambda: stirred(small()), [3, 4], slots, [0.1, 0.1], gradients=mode)
-    names, views = fleet.architecture.names, fleet.architecture.views
     batch = Batch(torch.randn(2, 6, 2, 8, 8), torch.randint(0, 6, (2, 6)), sizes)
     before = {name: b.clone() for name, b in fleet.buffers.items()}
     g, loss = fleet.grad(batch)

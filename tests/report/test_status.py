@@ -11,7 +11,7 @@ from rich.console import Console
 
 from onepass.files import StorageError
 from onepass.report import status
-from onepass.studies import study
+from onepass.studies.folder import PROGRESS
 from onepass.studies.store import Store
 from onepass.studies.work import Job
 from tests.studies.small_study import go, small
@@ -30,14 +30,14 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
     with pytest.raises(StorageError):
         go(tmp_path, small("van,a-gem"), full)
     text = shown(tmp_path)
-    assert "nobody is working on it: go on with 'onepass run --out" in text
+    assert "no process is working on it: go on with 'onepass run --out" in text
     rows = [line.split() for line in text.splitlines() if line.startswith(("van", "a-gem"))]
     assert rows == [["van", "0/2", "0/2"], ["a-gem", "1/1", "2/2"]]
     with Store.write_to(tmp_path) as store:
         planned = next(iter(store.open_fleets().values()))[0].unit
         store.fail([planned.id], "Traceback\nValueError: a bug")
         now = {"left": 120.0, "running": {"some": "a-gem"}}
-        (tmp_path / study.PROGRESS).write_text(json.dumps(now))
+        (tmp_path / PROGRESS).write_text(json.dumps(now))
         text = shown(tmp_path)
         assert "3 of 7 units done, 1 running, 1 failed; about 2 min left" in text
         assert f"{planned.id} (van): ValueError: a bug" in text
@@ -45,11 +45,10 @@ def test_status_says_what_is_done_running_failed_and_how_long_it_will_take(tmp_p
             *("{", "[]", '{"running": []}', '{"running": {}, "steps": 1}', "[" * 20_000),
             *(json.dumps(now | {"left": None}), '{"left": 1e999}'),
         ):
-            (tmp_path / study.PROGRESS).write_text(odd)
+            (tmp_path / PROGRESS).write_text(odd)
             assert "not known yet" in shown(tmp_path)
-        (tmp_path / study.PROGRESS).write_text(json.dumps(now | {"left": 0}))
+        (tmp_path / PROGRESS).write_text(json.dumps(now | {"left": 0}))
         assert "about 0 s left" in shown(tmp_path)
-    assert study.PROGRESS == status.PROGRESS
 
 
 def test_status_counts_what_the_recipe_wants_now(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.table import Table
 
 from onepass.metrics import Record, select
-from onepass.report.table import document, table
+from onepass.report.table import better_than_baseline, document, table
 from onepass.studies.recipe import load
 from onepass.studies.results import Result
 from onepass.studies.store import Unit
@@ -51,12 +51,12 @@ def test_the_table_says_who_beats_a_gem_with_the_same_examples() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_lead_within_the_noise_is_none(er: tuple[float, ...], why: str) -> None:
-    assert better_than_agem({"a-gem": AGEM, "er": result("er", *er)}) == {}, why
+    assert better_than_baseline({"a-gem": AGEM, "er": result("er", *er)}) == {}, why
 
 
 def test_seeds_that_diverged_are_no_lead() -> None:
     lost = Result("er", {}, [record(0.9, 0), record(0.9, 1), record(0.9, 2, diverged=True)])
-    assert better_than_agem({"a-gem": AGEM, "er": lost}) == {}
+    assert better_than_baseline({"a-gem": AGEM, "er": lost}) == {}
 
 
 def test_a_second_look_is_marked_and_explained() -> None:

@@ -55,7 +55,7 @@ def made(
     diverged: bool = False,
     **changes: Any,
 ) -> verify.Verification:
-    """The verdicts on a study of one method that got 0.5 everywhere, if this were published."""
+    """A study of one method that got 0.5 everywhere, compared with what was published."""
     paper = Paper(published={"van": published} if published else {})
     monkeypatch.setattr(verify, "from_stored", lambda s: Recipe(**s, summary="", paper=paper))
     units = [*cross_validation(RECIPE, "van"), *evaluation(RECIPE, "van", {"learning_rate": 0.3})]
@@ -88,7 +88,7 @@ def test_every_published_number_gets_a_verdict_and_the_others_are_not_published(
 ) -> None:
     paper = {"A_T": [0.5, 0.01], "F_T": [0.02], "LCA_10_trapezoid": [0.4, 0.01]}
     found = made(tmp_path, monkeypatch, paper)
-    assert judgements(found) == {
+    assert verdicts(found) == {
         "A_T": "reproduced",
         "F_T": "close",
         "worst_forgetting": "not published",
@@ -146,7 +146,7 @@ def test_published_numbers_are_not_for_a_changed_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = made(tmp_path, monkeypatch, {"A_T": [0.5, 0.01]}, memory_per_task=7)
-    assert judgements(found) == {"–": "not published"}
+    assert verdicts(found) == {"–": "not published"}
     assert found.changes == ["memory_per_task=7"]
     assert not found.accepted
     why = "the paper's numbers are not for this study, which has memory_per_task=7"

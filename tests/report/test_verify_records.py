@@ -49,11 +49,11 @@ def test_the_verdict_on_the_record_is_the_one_in_the_docs(name: str) -> None:
     found = verify(RECORDS / name)
     assert not found.changes
     different: dict[str, set[str]] = {}
-    for verdict in found.verdicts:
-        if verdict.judgement == "differs":
-            different.setdefault(verdict.method, set()).add(verdict.metric)
+    for one in found.comparisons:
+        if one.verdict == "differs":
+            different.setdefault(one.method, set()).add(one.metric)
     assert different == DIFFERENT[name]
-    assert {v.method for v in found.verdicts if not v.accepted} == UNEXPLAINED[name]
+    assert {one.method for one in found.comparisons if not one.accepted} == UNEXPLAINED[name]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.streams import STREAMS, digits
-from onepass.streams.base import Part, PermutedStream, Pool, is_odd
+from onepass.streams.base import Options, Part, PermutedStream, Pool, is_odd
 from tests.toys import shipped
 
 PARTS: list[Part] = ["cv", "ev"]
@@ -26,8 +26,10 @@ def test_a_stream_has_three_tasks_to_choose_with_and_seventeen_to_learn(name: st
 @pytest.mark.parametrize("name", OWN)
 def test_the_size_of_a_network_for_a_stream_is_known_without_its_data(name: str) -> None:
     stream, entry = shipped(name), STREAMS[name]
-    assert entry.inputs == stream.pool.x.shape[1]
-    assert entry.outputs == Slots(stream.heads("ev")).count
+    assert entry.kind.shape == stream.pool.shape
+    assert math.prod(entry.kind.shape) == stream.pool.x.shape[1]
+    for part in PARTS:
+        assert entry.heads(part, entry.options()) == stream.heads(part)
     assert stream.pool.x.dtype is torch.uint8
 
 
@@ -95,7 +97,7 @@ def test_training_and_test_examples_do_not_overlap(name: str) -> None:
 
 
 def test_split_digits_are_rotations_and_a_test_image_is_one_in_every_rotation() -> None:
-    stream = digits.SplitDigits(digits.Options())
+    stream = digits.SplitDigits(Options())
     images, classes = stream.pool.x.view(-1, 8, 8), stream.pool.classes
     training = stream.pool.training
     quarter = training // 4
@@ -110,11 +112,11 @@ def test_an_impossible_number_of_examples_is_refused_with_a_sentence(
     train: int | None, test: int | None
 ) -> None:
     with pytest.raises(InputError, match="examples"):
-        digits.PermutedDigits(digits.Options(train, test)).tasks("ev", 0)
+        digits.PermutedDigits(Options(train, test)).tasks("ev", 0)
 
 
 def test_fewer_examples_are_a_random_choice_that_differs_by_task_and_seed() -> None:
-    stream = digits.PermutedDigits(digits.Options(train_examples=100))
+    stream = digits.PermutedDigits(Options(train_examples=100))
     chosen = [tuple(t.train.tolist()) for s in (0, 1) for t in stream.tasks("ev", s)]
     assert {len(c) for c in chosen} == {100}
     assert len(set(chosen)) == 34
@@ -132,7 +134,7 @@ def test_a_number_of_examples_that_any_of_the_seeds_lacks_is_refused(what: str) 
     }
     for part in PARTS:
         for count in range(min(fewest[part]) - 1, max(fewest[part]) + 2):
-            stream = digits.SplitDigits(digits.Options(**{what: count}))
+            stream = digits.SplitDigits(Options(**{what: count}))
             for seeds in range(1, 9):
                 least = min(fewest[part][:seeds])
                 if count <= least:

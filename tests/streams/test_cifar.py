@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onepass.errors import InputError
-from onepass.streams import cifar
+from onepass.streams import cifar, split_cifar
 from tests.streams.cifar_files import (
     Content,
     assert_holds,
@@ -125,7 +125,7 @@ def test_a_folder_without_cifar_is_refused_with_a_sentence(tmp_path: Path) -> No
     assert f"no CIFAR-100 in {tmp_path}" in refusal(tmp_path)
     assert cifar.find(tmp_path / "nowhere") is None
     with pytest.raises(InputError, match="onepass data get cifar100"):
-        SplitCifar(Options(), None)
+        split_cifar.SplitCifar(split_cifar.Options(), None)
 
 
 @pytest.mark.parametrize(

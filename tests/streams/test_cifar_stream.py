@@ -35,9 +35,8 @@ def test_the_mean_of_every_channel_may_be_subtracted_instead(folder: str) -> Non
     torch.testing.assert_close(pool.prepare(pool.x).double(), expected, rtol=0, atol=1e-6)
 
 
-def test_the_mean_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar, "PIXELS", 4)
-    # Sums beyond 2²⁴, where single precision leaves out whole numbers.
+def test_the_mean_is_exact() -> None:
+    # Sums are beyond 2²⁴, where single precision leaves out whole numbers.
     bright = np.full((66_000, 12), 255, np.uint8)
     bright[0] = 254
     expected = float(np.float32(1 - 1 / (255 * 66_000)))
@@ -90,10 +89,12 @@ def test_fewer_examples_a_task_may_be_used_and_more_are_refused(folder: str) -> 
 
 def test_the_size_of_a_network_for_split_cifar_is_known_without_its_data(folder: str) -> None:
     entry = STREAMS["split-cifar"]
-    stream = entry.make(entry.options(), folder)
-    assert entry.inputs == stream.pool.x.shape[1]
-    assert entry.outputs == Slots(stream.heads("ev")).count
-    assert entry.own_classes
+    for options in (entry.options(), entry.options(classes_per_task=2)):
+        stream = entry.make(options, folder)
+        assert entry.kind.shape == stream.pool.shape == (32, 32, 3)
+        for part in PARTS:
+            assert entry.heads(part, options) == stream.heads(part)
+    assert entry.kind.own_classes
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_the_channels_of_cifar_have_the_means_that_everybody_knows(real: SplitCi
     assert [round(value, 4) for value in means.tolist()] == [0.5071, 0.4865, 0.4409]
 
 
-def test_a_task_of_cifar_has_2500_training_and_500_test_examples(real: cifar.SplitCifar) -> None:
+def test_a_task_of_cifar_has_2500_training_and_500_test_examples(real: SplitCifar) -> None:
     tasks = [task for part in PARTS for task in real.tasks(part, 0)]
     assert {(len(task.train), len(task.test)) for task in tasks} == {(2500, 500)}
 

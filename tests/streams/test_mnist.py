@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from onepass.engine.slots import Slots
 from onepass.errors import InputError
 from onepass.streams import STREAMS, mnist
 
 
-def test_the_network_for_mnist_has_a_pixel_an_input_and_a_digit_an_output() -> None:
-    assert (STREAMS["permuted-mnist"].inputs, STREAMS["permuted-mnist"].outputs) == (28 * 28, 10)
+def test_the_network_for_mnist_has_an_input_per_pixel_and_an_output_per_digit() -> None:
+    entry = STREAMS["permuted-mnist"]
+    assert entry.kind.shape == (28 * 28,)
+    assert Slots(entry.heads("ev", entry.options())).count == 10
 
 
 def test_a_folder_without_mnist_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def locks_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "LOOK": 0.1, "SILENT": 60.0}.items():
+    for name, seconds in {"CONNECT": 2.0, "SOON": 0.2, "POLL": 0.1, "SILENT": 60.0}.items():
         monkeypatch.setattr(cluster, name, seconds)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onepass.errors import InputError
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.store import Store
 from tests.commands import TINY, exit_code
 from tests.studies.stored import MADE, RUNS, fill, record, records_in, study

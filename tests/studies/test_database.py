@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from onepass.errors import InputError
-from onepass.studies import database
-from onepass.studies.database import FILE
+from onepass.studies import tables
+from onepass.studies.folder import FILE
 from onepass.studies.store import Store
 from tests.studies.stored import GRID, MADE, assert_refused, fill, record, study
 
@@ -22,10 +22,10 @@ def test_a_store_of_an_older_version_is_brought_up_to_date(
 
     def add_host(connection: sqlite3.Connection) -> None:
         """An imagined version 2 that knows who made the study."""
-        database.put(connection, "study", ("host", '"unknown"'))
+        tables.put(connection, "study", ("host", '"unknown"'))
 
-    monkeypatch.setattr(database, "VERSION", 2)
-    monkeypatch.setitem(database.MIGRATIONS, 1, add_host)
+    monkeypatch.setattr(tables, "VERSION", 2)
+    monkeypatch.setitem(tables.MIGRATIONS, 1, add_host)
     with Store.read(tmp_path) as opened:
         assert opened.contents.study["host"] == "unknown"
         assert opened.record(GRID[0].id).same_as(record(GRID[0]))
@@ -46,8 +46,8 @@ def test_a_migration_that_fails_changes_nothing(
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(database, "VERSION", 2)
-        patch.setitem(database.MIGRATIONS, 1, fail_half_way)
+        patch.setattr(tables, "VERSION", 2)
+        patch.setitem(tables.MIGRATIONS, 1, fail_half_way)
         with pytest.raises(InputError, match="disk I/O error"), study(tmp_path):
             pass
     with Store.read(tmp_path) as opened:
@@ -58,7 +58,7 @@ def test_a_store_of_a_newer_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(database, "VERSION", 9)
+        patch.setattr(tables, "VERSION", 9)
         fill(tmp_path)
     assert_refused(tmp_path, "newer onepass")
 

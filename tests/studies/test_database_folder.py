@@ -15,7 +15,7 @@ from onepass.errors import InputError
 from onepass.files import TEMPORARY, digest, temporary_name
 from onepass.studies import checkpoint, database, locking
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE, check_target
 from onepass.studies.store import Store
 from tests.commands import TINY, exit_code
 from tests.studies.stored import fill, records_in, study
@@ -55,8 +55,8 @@ def test_tables_go_to_no_file_that_a_study_owns(tmp_path: Path) -> None:
     inside = ("arrays/t.json", f"checkpoints/{'0' * 16}/t.json", ".onepass-progress.json")
     for name in ("lock", FILE, f"{FILE}-journal", "arrays", "checkpoints", *inside):
         with pytest.raises(InputError, match="belongs to a study"):
-            database.check_target(tmp_path / name)
-    database.check_target(tmp_path / "progress.json")
+            check_target(tmp_path / name)
+    check_target(tmp_path / "progress.json")
 
 
 def test_what_a_killed_process_left_is_gone_after_the_next_run_and_files_of_others_stay(
@@ -82,9 +82,9 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from onepass.studies import database
+from onepass.studies import tables
 from tests.studies.stored import fill
-database.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+tables.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 fill(Path({folder!r}))
 """
 

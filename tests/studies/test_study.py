@@ -12,8 +12,8 @@ from onepass.files import StorageError
 from onepass.learners import METHODS
 from onepass.protocol import Run, train
 from onepass.studies import study, work
-from onepass.studies.database import FILE
 from onepass.studies.executors import executor
+from onepass.studies.folder import FILE
 from onepass.studies.recipe import Recipe, grown, load, united
 from onepass.studies.results import Result, cross_validation
 from onepass.studies.store import Store

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onepass.metrics import Record
-from onepass.studies.database import FILE
+from onepass.studies.folder import FILE
 from tests.studies.disturbed import start, stored
 from tests.studies.stored import records_in
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from onepass.errors import InputError
-from onepass.studies import study, work
+from onepass.studies import progress, work
 from onepass.studies.executors import WorkerDiedError
 from onepass.studies.results import Result, cross_validation
 from onepass.studies.store import Store
@@ -50,8 +49,7 @@ def test_an_interrupt_while_progress_is_written_leaves_no_file_of_it(
 
     monkeypatch.setattr(os, "replace", interrupted)
     # A second passes whenever the clock is read.
-    clock = SimpleNamespace(time=itertools.count().__next__, monotonic=time.monotonic)
-    monkeypatch.setattr(study, "time", clock)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(time=itertools.count().__next__))
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, small(), workers=1)
     assert not [path.name for path in tmp_path.iterdir() if "progress" in path.name]

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stored import GRID, MADE, RUNS, fill, record, study
 
 from onepass.studies.store import Unit
 from same_results import compare_studies, first_difference, read
+from tests.studies.stored import GRID, MADE, RUNS, fill, record, study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = ["train_examples=30", "test_examples=20", "hidden=[16]", "cv_seeds=1"]
 SMALL += ["grids.van.learning_rate=0.1", "grids.a-gem.learning_rate=0.1"]
 TINY = ["--recipe=split-digits", "--methods=van,a-gem", "--seeds=1", "--workers=1"]

@@ -30,7 +30,7 @@ def stream(count: int, runs: int = 3, task: int = 0, seed: int = 0) -> Batch:
     return Batch(torch.stack([number, torch.full_like(number, task), slots], dim=-1), slots)
 
 
-def fill(memory: EpisodicMemory, batch: Batch, size: int) -> None:
+def fill(memory: FleetMemory, batch: Batch, size: int) -> None:
     for x, slots in zip(batch.x.split(size, 1), batch.slots.split(size, 1), strict=True):
         memory.observe(Batch(x, slots))
 
