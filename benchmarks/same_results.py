@@ -247,10 +247,14 @@ class Proof:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         ) as driver:
+            # The checkpoints of a finished fleet are still there when its units are stored.
             rows: dict[str, dict[str, Any]] = {}
-            while driver.poll() is None and not (rows and any(folder.glob("checkpoints/*/*.json"))):
+            fleets, before = set[Path](), set[Path]()
+            while driver.poll() is None and not fleets - before:
                 time.sleep(0.01)
+                fleets = {path.parent for path in folder.glob("checkpoints/*/*.json")}
                 rows = rows_so_far(folder)
+                before |= set() if rows else fleets
             if driver.poll() is not None:
                 raise ChildProcessError("the study ended before it could be killed")
             os.killpg(driver.pid, signal.SIGKILL)
