@@ -1,8 +1,9 @@
 """A network of one's own on a stream of tasks that are announced.
 
-Six tasks of ten handwritten digits; every task reads the 8×8 pixels in an order of its own, as if the sensor had been rewired. The network has
-to learn each new order from one look at 1 437 images, and is asked in the end how well it still reads the old ones. Labels never contradict each
-other, and the network has room for all six orders: what is lost was overwritten.
+Six tasks of ten handwritten digits: every task reads the 8×8 pixels in an order of its own, as if
+the sensor had been rewired. The network learns each new order in one pass over 1 437 images. In the
+end it is tested on the old orders too. Labels never contradict each other, and the network has room
+for all six orders: what is lost was overwritten.
 
     python examples/own_model.py --seeds 5 --method a-gem
 """
@@ -42,21 +43,20 @@ def learn(method: str, seed: int, tasks: int) -> tuple[float, float]:
     pixels, digits = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels, dtype=torch.float32), torch.tensor(digits)
     x = (x - x.mean()) / x.std()
-    luck = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(x), generator=luck)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(x), generator=generator)
     test, training = order[:TEST_IMAGES], order[TEST_IMAGES:]
-    wirings = [torch.randperm(64, generator=luck) for _ in range(tasks)]
+    wirings = [torch.randperm(64, generator=generator) for _ in range(tasks)]
 
     torch.manual_seed(seed)  # van and the other method begin with the same weights
-    learner = OnePass(
-        Net(), method, learning_rate=LEARNING_RATE, memory=Memory(per_task=250), seed=seed
-    )
+    memory = Memory(per_task=250)
+    learner = OnePass(Net(), method, learning_rate=LEARNING_RATE, memory=memory, seed=seed)
     for wiring in wirings:
-        for inputs, labels in DataLoader(
-            TensorDataset(x[training][:, wiring], y[training]), BATCH, shuffle=True, generator=luck
-        ):
+        data = TensorDataset(x[training][:, wiring], y[training])
+        for inputs, labels in DataLoader(data, BATCH, shuffle=True, generator=generator):
             learner.observe(inputs, labels)
-        learner.end_task()  # from now on the examples kept of this task are the past that must not get worse
+        # From now on the examples kept of this task are part of the past that must not get worse.
+        learner.end_task()
 
     # `predict` is not told which task an image is from.
     accuracy = [
@@ -67,7 +67,7 @@ def learn(method: str, seed: int, tasks: int) -> tuple[float, float]:
 
 
 def measure(methods: list[str], seeds: int, tasks: int = 6) -> dict[str, list[tuple[float, float]]]:
-    """(old tasks, last task) of every seed, for each method."""
+    """(old tasks, last task) for each seed, for each method."""
     return {method: [learn(method, seed, tasks) for seed in range(seeds)] for method in methods}
 
 
@@ -75,29 +75,23 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A network of one's own on permuted digits.")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=6)
-    parser.add_argument(
-        "--method",
-        default="a-gem",
-        choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"],
-        help="what van is compared with",
-    )
+    methods = ["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"]
+    compared = "what van is compared with"
+    parser.add_argument("--method", default="a-gem", choices=methods, help=compared)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
 
     found = measure(["van", given.method], given.seeds, given.tasks)
-    print(
-        f"{given.tasks} orders of the pixels, {given.seeds} seeds, learning rate {LEARNING_RATE}: accuracy in %, mean ± standard deviation"
-    )
+    setting = f"{given.tasks} orders of the pixels, {given.seeds} seeds"
+    figures = "accuracy in %, mean ± standard deviation"
+    print(f"{setting}, learning rate {LEARNING_RATE}: {figures}")
     print(f"{'method':10}{'old tasks':>15}{'last task':>15}")
     for method, scores in found.items():
-        old, last = zip(*scores, strict=True)
-        print(
-            f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}"
-        )
+        cells = [f"{fmean(x):8.1f} ± {pstdev(x):4.1f}" for x in zip(*scores, strict=True)]
+        print(f"{method:10}{''.join(cells)}")
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
-    print(
-        f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old tasks than van"
-    )
+    more = kept[given.method] - kept["van"]
+    print(f"{given.method} keeps {more:.1f} points more of the old tasks than van")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A stream of text and a transformer of one's own.
 
-Messages from five departments have to be sorted into four topics. Every message begins with the name of its department; then come words of the
-department's own jargon and everyday words that mean something else in each department (a cell, a charge, a bank), some of them off topic. One
-department after the other is connected to the system. Plain training gives the everyday words their latest meaning and forgets the others,
-although the first word says which one is meant.
+Messages from five departments have to be sorted into four topics. Every message begins with the
+name of its department. Then come words of the department's own jargon and everyday words that mean
+something else in each department (a cell, a charge, a bank), some of them off topic. One department
+after the other is connected to the system. Plain training gives the everyday words their latest
+meaning and forgets the others, although the first word says which one is meant.
 
     python examples/text.py --seeds 5 --method a-gem
 """
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from onepass import Memory, OnePass
 
-TOPICS, WORDS = 4, 10  # words of the longest message, the department's name included
-EVERYDAY, JARGON = 60, 20  # words that all departments use, and words of each one's own
+TOPICS = 4
+WORDS = 10  # of the longest message, the department's name included
+EVERYDAY = 60  # words that all departments use
+JARGON = 20  # words of each department's own
 OFF_TOPIC = 0.25  # of the words
 TEST_MESSAGES = 300
 LEARNING_RATE = 0.001  # of Adam, for both methods
@@ -43,36 +46,35 @@ class Encoder(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         empty = words == 0
-        encoded = self.encoder(
-            self.words(words) + self.places, src_key_padding_mask=empty
-        ).masked_fill(empty[:, :, None], 0)
-        scores: Tensor = self.out(encoded.sum(1) / (~empty).sum(1, keepdim=True))
+        embedded = self.words(words) + self.places
+        encoded = self.encoder(embedded, src_key_padding_mask=empty)
+        total = encoded.masked_fill(empty[:, :, None], 0).sum(1)
+        scores: Tensor = self.out(total / (~empty).sum(1, keepdim=True))
         return scores
 
 
 def write(
-    department: int, departments: int, count: int, everyday: Tensor, luck: torch.Generator
+    department: int, departments: int, count: int, everyday: Tensor, generator: torch.Generator
 ) -> Messages:
-    """Messages of a department, for which the everyday words in `everyday[topic]` belong to a topic."""
+    """Messages of a department, whose everyday words of a topic are `everyday[topic]`."""
     shape = (count, WORDS - 1)
-    topics = torch.randint(TOPICS, (count,), generator=luck)
-    stray = torch.rand(shape, generator=luck) < OFF_TOPIC
-    topic = torch.where(
-        stray, torch.randint(TOPICS, shape, generator=luck), topics[:, None]
-    )  # of each word
-    choice = torch.randint(EVERYDAY // TOPICS, shape, generator=luck)
+    topics = torch.randint(TOPICS, (count,), generator=generator)
+    stray = torch.rand(shape, generator=generator) < OFF_TOPIC
+    elsewhere = torch.randint(TOPICS, shape, generator=generator)
+    topic = torch.where(stray, elsewhere, topics[:, None])  # of each word
+    choice = torch.randint(EVERYDAY // TOPICS, shape, generator=generator)
     common = 1 + departments + everyday[topic, choice]
     share = JARGON // TOPICS
     own = 1 + departments + EVERYDAY + department * JARGON + topic * share + choice % share
-    words = torch.where(torch.rand(shape, generator=luck) < 0.5, common, own)
-    lengths = torch.randint(5, WORDS, (count, 1), generator=luck)
+    words = torch.where(torch.rand(shape, generator=generator) < 0.5, common, own)
+    lengths = torch.randint(5, WORDS, (count, 1), generator=generator)
     words[torch.arange(WORDS - 1) >= lengths] = 0
     return torch.cat([torch.full((count, 1), 1 + department), words], dim=1), topics
 
 
 def learn(method: str, seed: int, departments: int, messages: int) -> tuple[float, float]:
-    """Accuracy in % on new messages from the old departments, and from the last one, after the stream."""
-    luck = torch.Generator().manual_seed(seed)
+    """Accuracy in % after the stream, on new messages of the old departments and of the last."""
+    generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)  # van and the other method begin with the same weights
     model = Encoder(1 + departments + EVERYDAY + departments * JARGON)
     # The optimizer is given A-GEM's direction where it expects a gradient.
@@ -80,9 +82,9 @@ def learn(method: str, seed: int, departments: int, messages: int) -> tuple[floa
     learner = OnePass(model, method, optimizer=adam, memory=Memory(per_task=250), seed=seed)
     tests = []
     for department in range(departments):
-        everyday = torch.randperm(EVERYDAY, generator=luck).view(TOPICS, -1)
-        words, topics = write(department, departments, messages, everyday, luck)
-        tests.append(write(department, departments, TEST_MESSAGES, everyday, luck))
+        everyday = torch.randperm(EVERYDAY, generator=generator).view(TOPICS, -1)
+        words, topics = write(department, departments, messages, everyday, generator)
+        tests.append(write(department, departments, TEST_MESSAGES, everyday, generator))
         for x, y in zip(torch.split(words, BATCH), torch.split(topics, BATCH), strict=True):
             learner.observe(x, y)
         learner.end_task()
@@ -93,7 +95,7 @@ def learn(method: str, seed: int, departments: int, messages: int) -> tuple[floa
 def measure(
     methods: list[str], seeds: int, departments: int = 5, messages: int = 1200
 ) -> dict[str, list[tuple[float, float]]]:
-    """(old departments, last one) of every seed, for each method."""
+    """(old departments, last one) for each seed, for each method."""
     return {
         method: [learn(method, seed, departments, messages) for seed in range(seeds)]
         for method in methods
@@ -105,29 +107,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--departments", type=int, default=5)
     parser.add_argument("--messages", type=int, default=1200, help="of each department")
-    parser.add_argument(
-        "--method",
-        default="a-gem",
-        choices=["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"],
-        help="what van is compared with",
-    )
+    methods = ["a-gem", "gem", "s-gem", "er", "mega-1", "mega-2"]
+    compared = "what van is compared with"
+    parser.add_argument("--method", default="a-gem", choices=methods, help=compared)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # the steps are tiny: threads would only wait for each other
 
     found = measure(["van", given.method], given.seeds, given.departments, given.messages)
-    print(
-        f"{given.departments} departments, {given.seeds} seeds, Adam at {LEARNING_RATE}: accuracy in %, mean ± standard deviation"
-    )
+    setting = f"{given.departments} departments, {given.seeds} seeds, Adam at {LEARNING_RATE}"
+    print(f"{setting}: accuracy in %, mean ± standard deviation")
     print(f"{'method':10}{'old ones':>15}{'last one':>15}")
     for method, scores in found.items():
-        old, last = zip(*scores, strict=True)
-        print(
-            f"{method:10}{fmean(old):8.1f} ± {pstdev(old):4.1f}{fmean(last):8.1f} ± {pstdev(last):4.1f}"
-        )
+        cells = [f"{fmean(x):8.1f} ± {pstdev(x):4.1f}" for x in zip(*scores, strict=True)]
+        print(f"{method:10}{''.join(cells)}")
     kept = {method: fmean(old for old, _ in scores) for method, scores in found.items()}
-    print(
-        f"{given.method} keeps {kept[given.method] - kept['van']:.1f} points more of the old departments than van"
-    )
+    more = kept[given.method] - kept["van"]
+    print(f"{given.method} keeps {more:.1f} points more of the old departments than van")
 
 
 if __name__ == "__main__":

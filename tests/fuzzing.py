@@ -78,13 +78,7 @@ def _large_number(content: bytearray, draw: random.Random) -> bytearray:
 
 
 DAMAGES: tuple[Callable[[bytearray, random.Random], bytearray], ...] = (
-    _flip,
-    _truncate,
-    _insert,
-    _delete,
-    _duplicate,
-    _repeat,
-    _large_number,
+    *(_flip, _truncate, _insert, _delete, _duplicate, _repeat, _large_number),
 )
 
 

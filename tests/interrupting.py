@@ -21,12 +21,11 @@ from tests.live.modules import CLASSES, stream
 from tests.toys import Normed, small_net
 
 Make = Callable[[nn.Module], OnePass]
-
-
 TASKS = 6
-
-
 OWN_CLASSES = {f"task {n}": range(2 * n, 2 * n + 2) for n in range(TASKS)}
+_temporary = TemporaryDirectory()
+FOLDER = Path(_temporary.name)
+ON_DISK = Memory(examples=30, held_out=4, where="disk", folder=FOLDER)
 
 
 class Call(NamedTuple):
@@ -54,7 +53,7 @@ class Case(NamedTuple):
     make: Make
     ends: bool = True  # by end_task()
     named: bool = False  # observe() is told the task
-    again: bool = False  # the data are looked at a second time
+    again: bool = False  # the data are given a second time
     classes: Callable[[int], range] = lambda task: range(CLASSES)
     regression: bool = False
 
@@ -63,19 +62,9 @@ def small() -> nn.Module:
     return small_net(CLASSES)
 
 
-_temporary = TemporaryDirectory()
-
-
-FOLDER = Path(_temporary.name)
-
-
-ON_DISK = Memory(examples=30, held_out=4, where="disk", folder=FOLDER)
-
-
 def adam(module: nn.Module, method: str = "a-gem", **settings: Any) -> OnePass:
-    return OnePass(
-        module, method, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), **settings
-    )
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return OnePass(module, method, optimizer=optimizer, **settings)
 
 
 def small_memory(module: nn.Module) -> OnePass:
@@ -102,6 +91,10 @@ def method(name: str) -> Make:
     return lambda module: sgd(module, name)
 
 
+def own_classes(task: int) -> range:
+    return OWN_CLASSES[f"task {task}"]
+
+
 def squared(outputs: Tensor, y: Tensor) -> Tensor:
     return (outputs.sum(1) - y).square().mean()
 
@@ -119,17 +112,13 @@ CASES = {
     ),
     "gem": Case(small, method("gem")),
     "task-free": Case(small, task_free, ends=False),
-    "ewc, a second look": Case(Normed, method("ewc"), again=True),
-    "mas, a second look": Case(small, lambda module: adam(module, "mas"), again=True),
+    "ewc, a second pass": Case(Normed, method("ewc"), again=True),
+    "mas, a second pass": Case(small, lambda module: adam(module, "mas"), again=True),
     "own loss": Case(small, lambda module: sgd(module, loss=squared), regression=True),
     "tasks that end by themselves, autosave": Case(Normed, autosaved, ends=False, named=True),
     "held out, on disk": Case(small, on_disk),
-    "icarl, a second look": Case(
-        lambda: small_net(2 * TASKS),
-        icarl,
-        named=True,
-        again=True,
-        classes=lambda task: OWN_CLASSES[f"task {task}"],
+    "icarl, a second pass": Case(
+        lambda: small_net(2 * TASKS), icarl, named=True, again=True, classes=own_classes
     ),
     "rwalk": Case(small, method("rwalk")),
     "mega-2": Case(Normed, method("mega-2")),

@@ -75,20 +75,17 @@ def test_an_interrupt_in_a_report_loses_that_report_alone() -> None:
     assert torch.equal(whole.fleet.theta, struck.fleet.theta)
     assert [report["step"] for report in all_reports] == [2, 4, 6, 8]
     assert [report["step"] for report in fewer] == [2, 4, 8]
-    assert fewer[-1]["loss"] == pytest.approx(
-        (all_reports[-2]["loss"] + all_reports[-1]["loss"]) / 2
-    ), "the next report is of all batches since the last"
+    # The next report is of all batches since the last.
+    loss = (all_reports[-2]["loss"] + all_reports[-1]["loss"]) / 2
+    assert fewer[-1]["loss"] == pytest.approx(loss)
 
 
 def test_a_module_that_hangs_can_be_interrupted_and_the_batch_is_not_learnt() -> None:
     class Hanging(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.head, self.hangs = (
-                nn.BatchNorm1d(FEATURES),
-                nn.Linear(FEATURES, CLASSES),
-                False,
-            )
+            self.norm, self.head = nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)
+            self.hangs = False
 
         def forward(self, x: Tensor) -> Tensor:
             found: Tensor = self.head(self.norm(x))
@@ -115,10 +112,11 @@ def test_a_handler_of_the_users_own_hears_an_interrupt_once_and_stays() -> None:
     def mine(number: int, _: object) -> None:
         heard.append(number)
 
+    def strike(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
     signal.signal(signal.SIGINT, mine)
-    learner = sgd(
-        small_net(CLASSES), watch=lambda _: os.kill(os.getpid(), signal.SIGINT), watch_every=1
-    )
+    learner = sgd(small_net(CLASSES), watch=strike, watch_every=1)
     (x, y), *_ = stream()
     learner.observe(x, y)
     assert heard == [signal.SIGINT]

@@ -6,8 +6,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from onepass.bench.floor import WatchedFleet, Rates, Work
-from onepass.bench.floor import WatchedFleet, work as floor_work
+from onepass.bench.floor import Rates, WatchedFleet, Work
+from onepass.bench.floor import work as floor_work
 from onepass.bench.measure import least_work
 from onepass.bench.processes import middle
 

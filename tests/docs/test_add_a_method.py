@@ -37,14 +37,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(source: Path, *arguments: str) -> str:
     environment, command = {**os.environ, "PYTHONPATH": str(source)}, [sys.executable, "-m"]
-    made = subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command += arguments
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout
 

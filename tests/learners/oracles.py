@@ -42,12 +42,9 @@ def uneven(number: int = 0) -> list[Batch]:
 
 
 def examples_of(batches: Sequence[Batch], run: int) -> list[tuple[Tensor, int]]:
-    """What one run sees, one by one."""
-    return [
-        (batch.x[run, b], int(batch.slots[run, b]))
-        for batch in batches
-        for b in range(batch.lengths()[run])
-    ]
+    """The examples of one run, one by one."""
+    shown = [(batch.x[run], batch.slots[run], batch.lengths()[run]) for batch in batches]
+    return [(x[b], int(slots[b])) for x, slots, count in shown for b in range(count)]
 
 
 def learn(learner: Learner, number: int, batches: Iterable[Batch]) -> None:
@@ -67,13 +64,9 @@ def module_of(fleet: Fleet, run: int) -> nn.Module:
 
 def slope(module: nn.Module, value: Tensor) -> Tensor:
     """Derivative of a value by all parameters, `[P]`."""
-    gradients = torch.autograd.grad(
-        value,
-        list(module.parameters()),
-        retain_graph=True,
-        allow_unused=True,
-        materialize_grads=True,
-    )
+    unused = {"allow_unused": True, "materialize_grads": True}
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(value, parameters, retain_graph=True, **unused)
     return torch.cat([g.reshape(-1) for g in gradients])
 
 
@@ -94,13 +87,8 @@ class Plain:
     def loss_and_gradient(self, batch: Batch) -> tuple[float, Tensor]:
         vector_to_parameters(self.theta.clone(), self.module.parameters())
         logits, slots = self.module(batch.x[0]), batch.slots[0]
-        own = torch.stack(
-            [
-                row[s // 2 * 2 : s // 2 * 2 + 2]
-                for row, s in zip(logits, slots.tolist(), strict=True)
-            ]
-        )
-        loss = nn.functional.cross_entropy(own, slots % 2)
+        own = [row[s // 2 * 2 :][:2] for row, s in zip(logits, slots.tolist(), strict=True)]
+        loss = nn.functional.cross_entropy(torch.stack(own), slots % 2)
         return loss.item(), slope(self.module, loss)
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,12 +24,8 @@ CLASSES = 5
 # Bytes of an example: x, a further input, and the label, beside the index.
 EACH = INDEX + 8 + 3 * 2 + 8
 POLICIES: list[tuple[Policy, bool]] = [
-    ("class-balanced", False),
-    ("class-reservoir", False),
-    ("ring", False),
-    ("reservoir", False),
-    ("class-balanced", True),
-    ("reservoir", True),
+    *((policy, False) for policy in get_args(Policy)),
+    *(("class-balanced", True), ("reservoir", True)),
 ]
 every_policy = pytest.mark.parametrize(
     ("policy", "task_free"),

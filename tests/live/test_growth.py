@@ -237,16 +237,14 @@ def test_a_first_batch_with_a_label_out_of_range_changes_nothing() -> None:
     before = {name: value.clone() for name, value in learner.module.state_dict().items()}
     with pytest.raises(InputError, match="label 2 is out of range: the module has 2 outputs"):
         learner.observe(*batch(0, 3))
-    assert all(
-        torch.equal(value, before[name]) for name, value in learner.module.state_dict().items()
-    )
+    after = learner.module.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert learner.steps == 0
     learner.observe(*batch(0))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SETTINGS if name != "er"]
-)  # which joins it with others
+# ER joins the example with others.
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "er"])
 def test_a_batch_that_the_module_refuses_does_not_grow_the_head(name: str) -> None:
     module = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     learner = learner_of(name, module)

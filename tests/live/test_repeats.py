@@ -19,10 +19,8 @@ SAYS = "the stream seems to repeat"
 
 def data(seed: int = 0, batches: int = 30) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    x, y = (
-        torch.randn(10 * batches, 6, generator=generator),
-        torch.randint(0, 3, (10 * batches,), generator=generator),
-    )
+    x = torch.randn(10 * batches, 6, generator=generator)
+    y = torch.randint(0, 3, (10 * batches,), generator=generator)
     return list(zip(x.split(10), y.split(10), strict=True))
 
 
@@ -40,13 +38,8 @@ def net() -> nn.Module:
 def learnt(
     epochs: list[list[tuple[Tensor, Tensor]]], task_free: bool = True, end: bool = False
 ) -> OnePass:
-    learner = OnePass(
-        net(),
-        "er",
-        learning_rate=0.01,
-        task_free=task_free,
-        memory=Memory(per_task=40, examples=60, recent=2),
-    )
+    plan = Memory(per_task=40, examples=60, recent=2)
+    learner = OnePass(net(), "er", learning_rate=0.01, task_free=task_free, memory=plan)
     for epoch in epochs:
         for x, y in epoch:
             learner.observe(x, y)
@@ -107,9 +100,8 @@ def test_what_is_remembered_of_the_examples_has_a_limit() -> None:
     repeats = Repeats()
     repeats.note(columns, range(20_000))
     assert len(repeats._some) <= PLACES
-    assert (
-        sum(map(sys.getsizeof, (repeats._table, repeats._some))) < 20_000
-    )  # of the 30 kilobytes that are promised
+    # Of the 30 kilobytes that are promised.
+    assert sum(map(sys.getsizeof, (repeats._table, repeats._some))) < 20_000
     assert repeats._again == 0
     repeats.note(columns, range(20_000))
     assert repeats._again >= PLACES // 4
@@ -126,9 +118,8 @@ def test_the_last_examples_are_known_again_after_any_number_of_others() -> None:
 def test_a_stream_without_repetitions_is_never_suspected(caplog: pytest.LogCaptureFixture) -> None:
     learnt([data(seed) for seed in range(10)])
     few = data(77, batches=1)
-    learnt(
-        [[(x.clone(), y) for x, y in few], [(few[0][0][:5], few[0][1][:5])]]
-    )  # five alike may be by nature
+    # Five alike may be by nature.
+    learnt([[(x.clone(), y) for x, y in few], [(few[0][0][:5], few[0][1][:5])]])
     assert SAYS not in caplog.text
 
 

@@ -212,9 +212,8 @@ def test_each_parameter_is_saved_and_shared_alone(tmp_path: Path) -> None:
     learner = OnePass(module, learning_rate=0.1)
     learner.observe(*stream()[0])
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
-    safetensors.torch.save_model(
-        module, str(tmp_path / "file")
-    )  # it takes memory that is shared by others than tied weights for an error
+    # It takes memory that is shared by others than tied weights for an error.
+    safetensors.torch.save_model(module, str(tmp_path / "file"))
     other = Tied()
     safetensors.torch.load_model(other, tmp_path / "file")
     assert equal(module, other)
@@ -239,12 +238,12 @@ class Rude(nn.Module):
         return out
 
 
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(FEATURES, CLASSES))
+
+
 @pytest.mark.parametrize("where", ["module", "cpu"])
-@pytest.mark.parametrize(
-    "build",
-    [Rude, lambda: nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(FEATURES, CLASSES))],
-    ids=["Rude", "dropout"],
-)
+@pytest.mark.parametrize("build", [Rude, dropout], ids=lambda build: build.__name__)
 def test_a_module_that_writes_into_its_inputs_does_not_spoil_what_is_remembered(
     build: Callable[[], nn.Module], where: Any
 ) -> None:
@@ -258,9 +257,8 @@ def test_a_module_that_writes_into_its_inputs_does_not_spoil_what_is_remembered(
     learner.end_task()
     assert learner.memory is not None
     assert learner.memory.storage is not None
-    assert torch.equal(
-        learner.memory.storage.columns["x"][: learner.memory.size], torch.cat([x for x, _ in data])
-    )
+    kept = learner.memory.storage.columns["x"][: learner.memory.size]
+    assert torch.equal(kept, torch.cat([x for x, _ in data]))
 
 
 def test_a_module_that_writes_into_its_inputs_learns_as_in_the_plain_loop() -> None:
@@ -276,16 +274,10 @@ def test_a_module_that_writes_into_its_inputs_learns_as_in_the_plain_loop() -> N
 def test_a_task_ends_when_the_next_one_begins_and_only_once() -> None:
     learner = OnePass(small_net(CLASSES), learning_rate=0.1)
     ended = []
-    for name, over in (
-        ("a", False),
-        ("a", True),
-        ("b", False),
-        ("c", False),
-        ("c", False),
-    ):  # the second is ended by hand
+    for number, name in enumerate(("a", "a", "b", "c", "c")):
         for x, y in stream(1):
             learner.observe(x, y, task=name)
-        if over:
+        if number == 1:
             learner.end_task()
         ended.append(learner.segment)
     assert ended == [0, 1, 1, 2, 2]

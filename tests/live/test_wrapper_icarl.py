@@ -72,15 +72,8 @@ def test_files_that_have_what_is_refused_by_now_are_loaded_and_answer(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("onepass.live.wrapper.check_method", lambda *_: None)  # as it was before
-        old = OnePass(
-            net(),
-            "icarl",
-            learning_rate=0.2,
-            tasks=TASKS,
-            exemplars=60,
-            all_classes=True,
-            memory=Memory(bytes=100_000),
-        )
+        asked = {"all_classes": True, "memory": Memory(bytes=100_000)}
+        old = OnePass(net(), "icarl", learning_rate=0.2, tasks=TASKS, exemplars=60, **asked)
         for task in range(2):
             for x, y in data(task):
                 old.observe(x, y)

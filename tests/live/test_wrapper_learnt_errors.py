@@ -58,13 +58,8 @@ def test_a_watch_that_fails_does_not_keep_the_file_from_being_saved(tmp_path: Pa
     def careless(_: object) -> None:
         raise LookupError("of my own")
 
-    learner = OnePass(
-        small_net(CLASSES),
-        learning_rate=0.1,
-        watch=careless,
-        watch_every=1,
-        autosave=tmp_path / "saved",
-    )
+    watch = {"watch": careless, "watch_every": 1}
+    learner = OnePass(small_net(CLASSES), learning_rate=0.1, **watch, autosave=tmp_path / "saved")
     with pytest.raises(LearntError, match="of my own"):
         learner.observe(*stream()[0])
     assert OnePass.load(tmp_path / "saved", small_net(CLASSES)).steps == 1
