@@ -1,9 +1,10 @@
-"""Wrong implementations of the methods, many of them seen in public code, and whether the tests notice.
+"""Wrong implementations of the methods, many seen in public code, and whether the tests notice.
 
     python tests/mutants.py            # all of them
     python tests/mutants.py gem        # those of one file
 
-Each mutant is the package with one place changed. It is killed if the tests of its method fail, or else the other tests of the learners.
+Each mutant is the package with one place changed. It is killed if the tests of its method fail, or
+else the other tests of the learners.
 """
 
 from __future__ import annotations
@@ -422,7 +423,8 @@ def killed(mutant: Mutant) -> bool:
             )
             if made.returncode not in (0, 1):  # it must fail a test, not just break
                 raise RuntimeError(
-                    f"{mutant.name}: the tests did not run\n{made.stdout[-2000:]}{made.stderr[-2000:]}"
+                    f"{mutant.name}: the tests did not run\n"
+                    f"{made.stdout[-2000:]}{made.stderr[-2000:]}"
                 )
             if made.returncode == 1:
                 return True

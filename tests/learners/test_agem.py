@@ -129,7 +129,7 @@ def test_rows_are_projected_on_their_own() -> None:
 
 
 def learner_after_a_task(reference_batch: int = 100, **more: object) -> tuple[AGem, Batch]:
-    """A learner whose memory holds task 0, and a batch of task 1 with conflicting gradients somewhere."""
+    """A learner whose memory holds task 0, and a batch of task 1 with some conflicts."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
     memory = FleetMemory(fleet, 4, 10)
     learner = AGem(fleet, {}, Reference(reference_batch), memory)
@@ -164,7 +164,8 @@ def test_a_step_is_plain_sgd_in_the_first_task_and_projected_over_all_parameters
                 assert torch.allclose(
                     taken[r], g[r] - dot[r] / (g_ref[r] @ g_ref[r]) * g_ref[r], atol=1e-4
                 )
-                # The old head gets no gradient from the current task, but its part of the projection must be written all the same.
+                # The old head gets no gradient from the current task, but its part of the
+                # projection must be written all the same.
                 assert (g[r][-8:-6] == 0).all()
                 assert (taken[r][-8:-6] != 0).all()
             else:
@@ -239,9 +240,7 @@ def test_the_reference_pass_moves_batch_norm_statistics_only_if_asked_to(moves: 
     )
 
 
-def test_whether_the_reference_pass_moves_statistics_changes_no_weight_but_what_evaluation_sees() -> (
-    None
-):
+def test_statistics_of_the_reference_pass_change_no_weight_but_what_evaluation_sees() -> None:
     (moving, batch), (still, _) = (learner_after_a_task(build=Normed) for _ in range(2))
     still.option = replace(still.option, reference_moves_buffers=False)
     for seed in range(8):

@@ -1,4 +1,7 @@
-"""What every regularising method does: a pull towards the past, importances that leave no trace in the model, a second look at a task."""
+"""What every regularising method does.
+
+A pull towards the past, importances that leave no trace in the model, a second pass over a task.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +75,8 @@ def test_importances_leave_no_trace_in_the_model_its_buffers_and_its_random_draw
 
 
 @pytest.mark.parametrize("case", ["ewc", "mas"])
-def test_a_second_look_before_the_first_full_batch_does_not_hide_that_the_model_draws_random_numbers(
-    case: str,
-) -> None:
-    """A batch of unequal rows, a second look at it, and the next batch of unequal rows: its dropout is still the run's own."""
+def test_a_second_pass_before_the_first_full_batch_does_not_hide_random_layers(case: str) -> None:
+    """Dropout is still the run's own in batches of unequal rows after a second pass."""
     learner, random = make(case, fleet_of(Dropped)), torch.get_rng_state()
     short = task_batch(sizes=(7, 4, 2))
     learn(learner, 0, [short])
@@ -304,9 +305,7 @@ def test_outputs_are_those_of_the_examples_own_task_whatever_competes_in_the_los
         assert found[r].tolist() == expected
 
 
-def test_outputs_of_a_shared_head_are_all_of_them_and_their_slope_is_finite_where_tasks_are_ragged() -> (
-    None
-):
+def test_outputs_of_a_shared_head_have_a_finite_slope_where_tasks_are_ragged() -> None:
     logits = torch.randn(5, 4, requires_grad=True)
     assert torch.equal(
         Slots(shared_heads(3, 4)).on(CPU).outputs(logits, torch.zeros(5, dtype=torch.int64)), logits

@@ -25,7 +25,7 @@ def after_two_tasks(
     sizes: tuple[int, ...] | None = None,
     **more: object,
 ) -> Er:
-    """A learner whose memory holds two tasks, of which it may have seen unequally many examples, and that has begun a third."""
+    """A learner that has begun its third task; it may have seen unequally many examples."""
     fleet = fleet_of(**more)  # type: ignore[arg-type]
     learner = Er(fleet, {}, Options(reference_batch), FleetMemory(fleet, 4, 10, policy=policy))
     for task in range(3):
@@ -51,7 +51,7 @@ def seen(learner: Er) -> list[Batch]:
 
 
 def pooled(fleet: Fleet, batch: Batch, replayed: Batch, run: int) -> Tensor:
-    """The gradient of the mean over the examples of both batches, by plain autograd on the one after the other."""
+    """The gradient of the mean over the examples of both batches, by plain autograd."""
     first, second = batch.lengths()[run], replayed.lengths()[run]
     x = torch.cat([batch.x[run, :first], replayed.x[run, :second]])
     slots = torch.cat([batch.slots[run, :first], replayed.slots[run, :second]])
@@ -61,7 +61,7 @@ def pooled(fleet: Fleet, batch: Batch, replayed: Batch, run: int) -> Tensor:
 @pytest.mark.parametrize(
     ("policy", "replayed"), [("class-reservoir", 3), ("ring", 11), ("reservoir", 100)]
 )
-def test_a_step_is_the_gradient_of_the_mean_over_both_batches_each_example_among_its_own_tasks_slots(
+def test_a_step_is_the_gradient_of_the_mean_over_both_batches(
     policy: Policy, replayed: int
 ) -> None:
     learner = after_two_tasks(replayed, policy)

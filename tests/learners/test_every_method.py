@@ -89,7 +89,10 @@ def test_a_fleet_row_equals_the_same_run_alone(method: str, stream: str, mode: M
 
 @cache
 def trained(method: str, stream: str, size: int) -> tuple[list[Record], Fleet, Learner, list[int]]:
-    """Trained and evaluated under the protocol: the records, what is left, and the passes over the data."""
+    """Trained and evaluated under the protocol.
+
+    The records, what is left, and the passes over the data.
+    """
     kept: list[tuple[Feed, Fleet, Learner]] = []
     passes: list[int] = []
     stretches = Feed.stretches
@@ -234,7 +237,9 @@ def test_a_step_asks_the_device_no_question(method: str) -> None:
     quiet = 0
 
     class Listen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func in (
                 torch.ops.aten._local_scalar_dense.default,
                 torch.ops.aten.nonzero.default,

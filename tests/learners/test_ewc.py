@@ -20,7 +20,8 @@ def ewc(fleet: Fleet, strength: float = 2.0, **options: object) -> Ewc:
 
 
 def original(fleet: Fleet, strength: float = 2.0, **options: object) -> Ewc:
-    return Ewc(fleet, {"strength": torch.full((fleet.runs, 1), strength)}, Options(**options), None)  # type: ignore[arg-type]
+    columns = {"strength": torch.full((fleet.runs, 1), strength)}
+    return Ewc(fleet, columns, Options(**options), None)  # type: ignore[arg-type]
 
 
 def learn(learner: Ewc, steps: int, task: int = 0) -> list[Tensor]:
@@ -46,9 +47,7 @@ def test_the_first_task_is_plain_sgd() -> None:
     assert torch.allclose(fleet.theta, plain.theta, atol=1e-6)
 
 
-def test_importance_is_the_moving_average_of_squared_batch_gradients_with_nine_tenths_on_the_new() -> (
-    None
-):
+def test_importance_is_a_moving_average_of_squares_with_nine_tenths_on_the_new() -> None:
     learner = ewc(fleet_of(), fisher_every=3)
     g = learn(learner, 6)
     learner.end_task()
@@ -157,7 +156,7 @@ def second_look(learner: Ewc, number: int, batches: list[Batch]) -> None:
 
 
 def fisher_of(fleet: Fleet, batches: list[Batch]) -> Tensor:
-    """Squared gradients example by example with the labels of the data, averaged over each run's own examples."""
+    """The mean over each run's examples of squared gradients with the labels of the data."""
     rows = []
     for run in range(fleet.runs):
         module = module_of(fleet, run)
@@ -191,7 +190,7 @@ def line() -> nn.Module:
 def test_labels_drawn_from_the_models_own_prediction_give_the_fisher_information_on_average() -> (
     None
 ):
-    """Five hundred runs that differ in nothing but their draws, against the sum over both labels."""
+    """Five hundred runs that differ in their draws alone, against the sum over both labels."""
     fleet, batch = fleet_of(line, runs=500), task_batch(1, runs=1, size=4)
     fleet.theta.copy_(3 * fleet.theta[0])
     learner = original(fleet)
@@ -214,9 +213,7 @@ def fleet_at(fleet: Fleet, run: int) -> Fleet:
     return alone
 
 
-def test_labels_are_drawn_anew_for_every_example_run_and_task_by_the_probabilities_of_the_model() -> (
-    None
-):
+def test_labels_are_drawn_anew_for_every_example_run_and_task_by_the_model() -> None:
     fleet, one = fleet_of(line, runs=40), task_batch(2, runs=1, size=1)
     fleet.theta.copy_(2 * fleet.theta[0])
     learner, batch = original(fleet), Batch(one.x.expand(40, -1, -1), one.slots.expand(40, -1))

@@ -30,7 +30,10 @@ def unit(rows: Array) -> Array:
 
 
 def by_enumeration(g: Array, constraints: Array) -> Array:
-    """The closest feasible vector: for every set of constraints that may be tight, project onto where all of them are."""
+    """The closest feasible vector.
+
+    For every set of constraints that may be tight, project onto where all of them are.
+    """
     rows = unit(constraints)
     slack = 1e-12 * np.linalg.norm(g)
     found: list[Array] = []
@@ -45,7 +48,10 @@ def by_enumeration(g: Array, constraints: Array) -> Array:
 
 
 def by_dual(g: Array, G: Array, margin: float, ridge: float) -> Array:
-    """`min ½ vᵀ (G Gᵀ + ridge I) v + gᵀ Gᵀ v`, `v ≥ margin`, by a generic solver, in units of the rows' lengths so that it converges."""
+    """`min ½ vᵀ (G Gᵀ + ridge I) v + gᵀ Gᵀ v`, `v ≥ margin`, by a generic solver.
+
+    In units of the rows' lengths it converges.
+    """
     units = np.linalg.norm(g) / np.linalg.norm(G, axis=1)
     Q, q = (
         (G @ G.T + ridge * np.eye(len(G))) * np.outer(units, units) / (g @ g),
@@ -65,7 +71,7 @@ def by_dual(g: Array, G: Array, margin: float, ridge: float) -> Array:
 def problem(
     random: np.random.Generator, most: int = 8, closeness: float = -9
 ) -> tuple[Array, Array]:
-    """A gradient and constraints: some zero, repeated, opposite, almost repeated and almost opposite."""
+    """A gradient and constraints: some zero, (almost) repeated or (almost) opposite."""
     n, size = int(random.integers(1, most + 1)), int(random.integers(2, 13))
     G, g = random.standard_normal((n, size)), random.standard_normal(size)
     for k in range(1, n):
@@ -208,7 +214,7 @@ def of_task(batch: Batch, task: int, sizes: tuple[int, ...] | None = None) -> Ba
 
 
 def after_tasks(past: int, **more: object) -> tuple[Gem, Batch]:
-    """A learner whose memory holds some tasks and has seen a batch of the next, and another batch of that."""
+    """A learner with some tasks in memory that has begun the next, and a batch of that."""
     learner = gem(fleet_of(), **more)  # type: ignore[arg-type]
     for task in range(past + 1):
         learner.begin_task(task)

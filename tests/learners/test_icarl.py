@@ -240,7 +240,10 @@ def test_an_answer_is_the_nearest_mean_of_exemplars(everything: bool) -> None:
 def gradient_by_hand(
     one: Made, x: Tensor, slots: Tensor, run: int, seen: int, teacher: Tensor
 ) -> Tensor:
-    """Of the mean over examples of the binary cross-entropies: of one-hot targets on new outputs, of the teacher's on old ones."""
+    """The gradient of the mean binary cross-entropy.
+
+    Targets are one-hot on new outputs, and the teacher's on old ones.
+    """
     _, fleet, learner = one
 
     def outputs(parameters: list[Tensor]) -> Tensor:

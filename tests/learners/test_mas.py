@@ -20,7 +20,10 @@ def mas(fleet: Fleet, strength: float = 2.0, **options: bool) -> Mas:
 
 
 def by_hand(fleet: Fleet, batches: list[Batch], per_batch: bool = False) -> Tensor:
-    """Mean over a run's own examples of |d (f_1² + f_2²)|, example by example; or of what is left of a batch."""
+    """Mean over a run's own examples of |d (f_1² + f_2²)|.
+
+    Example by example; or of what is left of a batch.
+    """
     rows = []
     for run in range(fleet.runs):
         module, total, seen = module_of(fleet, run), torch.zeros_like(fleet.theta[run]), 0
@@ -82,9 +85,7 @@ def test_the_authors_absolute_value_of_a_batch_is_smaller_since_signs_cancel() -
     assert (found[1].sum(1) < 0.9 * found[0].sum(1)).all()
 
 
-def test_how_the_second_look_is_cut_into_batches_does_not_matter_unless_absolute_values_are_a_batchs() -> (
-    None
-):
+def test_how_the_second_pass_is_cut_into_batches_matters_only_per_batch() -> None:
     whole = task_batch(0, 5, size=12)
     pieces = [
         replace(whole, x=whole.x[:, a:b], slots=whole.slots[:, a:b])

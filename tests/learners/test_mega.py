@@ -34,7 +34,7 @@ def gradients(rows: int, size: int = 40) -> tuple[Tensor, Tensor]:
 
 
 def turned(found: Tensor, g: Tensor, g_ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far `found` is from `g` towards `g_ref`, how far `g_ref` is, and how far `found` is out of their plane: angles and a share."""
+    """Angles from `g` to `found` and to `g_ref`, and the share of `found` out of their plane."""
     found, g, g_ref = found.double(), g.double(), g_ref.double()
     along = torch.nn.functional.normalize(g, dim=1)
     across = torch.nn.functional.normalize(
@@ -134,9 +134,7 @@ def test_mega_2_is_plain_sgd_when_the_past_is_known_perfectly() -> None:
         assert torch.allclose(rotate(g, loss, g_ref, torch.zeros(50, 1)), g, rtol=1e-4, atol=1e-5)
 
 
-def test_mega_2_turns_to_the_reference_but_never_beyond_a_right_angle_when_the_current_task_is_known() -> (
-    None
-):
+def test_mega_2_turns_to_the_reference_but_never_beyond_a_right_angle() -> None:
     g, g_ref = gradients(500)
     angle, whole, _ = turned(
         rotate(g, torch.zeros(500, 1), g_ref, torch.rand(500, 1) + 0.1), g, g_ref

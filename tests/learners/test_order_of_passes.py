@@ -1,4 +1,4 @@
-"""Passes over the memory come before the pass over the batch, so that running statistics have seen the batch last."""
+"""Passes over the memory come first, so that running statistics have seen the batch last."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def pi(fleet: Fleet, strength: float = 2.0, damping: float = 1e-3) -> Pi:
 
 
 def shove(fleet: Fleet) -> None:
-    """Away from the anchor, so that the pull has something to do and takes some parameters uphill."""
+    """Parameters away from the anchor: the pull acts, and takes some of them uphill."""
     fleet.theta += 0.3 * torch.randn_like(fleet.theta)
 
 
@@ -107,7 +107,7 @@ def scales() -> nn.Module:
 
 
 def test_without_damping_importance_times_squared_distance_sums_to_the_drop_of_the_loss() -> None:
-    """Where every parameter goes downhill all the way: a logistic regression on examples that share no input."""
+    """A logistic regression on examples that share no input: each parameter goes downhill."""
     batch = Batch(
         torch.eye(FEATURES, dtype=torch.float64)[None], torch.tensor([[0, 1, 0, 1, 1, 0]])
     )

@@ -270,7 +270,9 @@ def test_the_estimate_allocates_nothing_and_draws_nothing() -> None:
     allocated = 0
 
     class Listen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal allocated
             out = func(*args, **(kwargs or {}))
             allocated += out.nbytes if isinstance(out, Tensor) and out.device.type != "meta" else 0

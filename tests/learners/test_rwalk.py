@@ -143,9 +143,7 @@ def close(learner: RWalk, hand: ByHand) -> None:
         assert torch.allclose(found[0], expected, rtol=1e-8, atol=1e-14)
 
 
-def test_in_the_first_stretch_there_is_no_distance_yet_since_the_information_is_that_of_before() -> (
-    None
-):
+def test_in_the_first_interval_there_is_no_distance_yet() -> None:
     learner = rwalk(fleet_of(), fisher_every=3, damping=0.01)
     learn(learner, 0, task(0, 2))
     path = learner.path.clone()

@@ -265,7 +265,7 @@ SIZES = [(9, 4, 0), (3, 8, 5), (7, 7, 7)]
 
 
 def filled(policy: Policy, budget: int) -> FleetMemory:
-    """Three past tasks of unequal sizes and a bit of a fourth; examples carry their number and task."""
+    """Three past tasks of unequal sizes and a part of a fourth; examples carry number and task."""
     memory = FleetMemory(fleet_of(), 4, budget, policy=policy)
     for task, sizes in enumerate([*SIZES, (6, 6, 6)]):
         memory.begin_task(task)
