@@ -135,7 +135,7 @@ def test_in_training_only_the_last_column_uses_the_statistics_of_the_batch() -> 
 
 @both
 @inputs_or_not
-def test_a_column_answers_bit_identically_after_more_were_added(
+def test_a_column_puts_out_the_same_bits_after_more_were_added(
     build: Callable[[], nn.Module], shape: tuple[int, ...], inputs: bool
 ) -> None:
     x, outputs, values = torch.randn(4, *shape), [], {}

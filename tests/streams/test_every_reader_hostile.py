@@ -70,7 +70,7 @@ def test_a_file_of_mnist_of_a_terabyte_is_not_read(name: str, tmp_path: Path) ->
 
 
 def two_images(pixels: int) -> bytes:
-    """An IDX file that says it has two images, and has so many pixels."""
+    """An IDX file that says it has two images, with this many pixels."""
     return idx(2, 28, 28) + bytes(pixels)
 
 

@@ -156,7 +156,7 @@ class StepGraphs:
         return steps, shape, task, contract.form, ends, places, *self._state().items()
 
     def _ends_period(self, steps: int) -> bool:
-        """Whether so many steps from now end a period of the learner."""
+        """Whether a period of the learner ends after `steps` more."""
         contract = self._learner.capture()
         period = 1 if contract is None else contract.period
         return (self._fleet.steps_in_task + steps) % period == 0

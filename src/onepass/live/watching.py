@@ -1,4 +1,4 @@
-"""Watching a learner: a small dictionary every so many batches, for each `watch` function."""
+"""Watching a learner: a small dictionary after every few batches, for each `watch` function."""
 
 from __future__ import annotations
 
