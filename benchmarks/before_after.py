@@ -1,6 +1,7 @@
 """Two versions of the source, measured in turns in one run: what a change costs.
 
-    python benchmarks/before_after.py BEFORE AFTER [--rounds 7] [--only steps,wrapper,modules,quickstart]
+    python benchmarks/before_after.py BEFORE AFTER [--rounds 7]
+                                      [--only steps,wrapper,modules,quickstart]
 
 BEFORE and AFTER are checkouts (`git worktree add /tmp/before REVISION`). Every round runs each
 measurement once with either, in alternating order, in a process of its own with one thread. The
@@ -8,20 +9,22 @@ table has the median of the rounds' ratios AFTER / BEFORE and their quartiles:
 
 - `steps`: microseconds per run-step as `onepass bench` measures them, for van, ewc and a-gem;
 - `wrapper`: a step of `OnePass` around small nets and a residual one, and `predict`;
-- `modules`: a step of `OnePass` over the plain steps that it consists of, by `benchmarks/wrapper.py`;
+- `modules`: a step of `OnePass` over the plain steps it consists of, by `benchmarks/wrapper.py`;
 - `quickstart`: seconds of `onepass run quickstart`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+from common import heading, parser, row
 
 WRAPPER = """
 import json, sys, time
@@ -44,7 +47,8 @@ for name, (net, shape, reference, steps) in nets.items():
         for _ in range(max(3, 2 * reference // 10)):
             learner.observe(x + torch.randn_like(x), y)
         learner.end_task()
-    for call, what in ((lambda: learner.observe(x, y), "observe"), (lambda: learner.predict(x), "predict")):
+    calls = {"observe": lambda: learner.observe(x, y), "predict": lambda: learner.predict(x)}
+    for what, call in calls.items():
         times = []
         for _ in range(5):
             began = time.perf_counter()
@@ -56,95 +60,70 @@ print(json.dumps(found))
 """
 
 
-def run(tree: Path, command: list[str]) -> str:
+def run(tree: Path, *arguments: str) -> str:
+    """What Python prints with these arguments and the source of a checkout."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, check=True, capture_output=True, text=True
-    ).stdout
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def steps(tree: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
-        run(
-            tree,
-            [
-                "-m",
-                "onepass",
-                "bench",
-                "--methods",
-                "van,ewc,a-gem",
-                "--runs",
-                "1,5",
-                "--rounds",
-                "3",
-                "--json",
-                str(path),
-            ],
-        )
-        rows = json.loads(path.read_text())["rows"]
-    return {f"{row['method']}, {row['runs']} runs": row["ours"] for row in rows}
+        measured = ["--methods", "van,ewc,a-gem", "--runs", "1,5", "--rounds", "3"]
+        run(tree, "-m", "onepass", "bench", *measured, "--json", str(path))
+        found = json.loads(path.read_text())["rows"]
+    return {f"{one['method']}, {one['runs']} runs": one["ours"] for one in found}
 
 
 def wrapper(tree: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads(run(tree, ["-c", WRAPPER]))
+    found: dict[str, float] = json.loads(run(tree, "-c", WRAPPER))
     return found
 
 
 def modules(tree: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "wrapper.md"
-        run(
-            tree,
-            [
-                str(Path(__file__).with_name("wrapper.py")),
-                "--rounds",
-                "10",
-                "--markdown",
-                str(path),
-            ],
+        program = str(Path(__file__).with_name("wrapper.py"))
+        run(tree, program, "--rounds", "10", "--markdown", str(path))
+        lines = path.read_text().splitlines()[2:]
+    ratios = {}
+    for line in lines:
+        name, _, plain, on_reference, agem, *_ = line.strip("| ").split(" | ")
+        ratios[f"A-GEM over plain steps, {name}"] = float(agem) / (
+            float(plain) + float(on_reference)
         )
-        rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines()[2:]]
-    return {
-        f"A-GEM over plain steps, {row[0]}": float(row[4]) / (float(row[2]) + float(row[3]))
-        for row in rows
-    }
+    return ratios
 
 
 def quickstart(tree: Path) -> dict[str, float]:
-    import time
-
     began = time.perf_counter()
-    run(tree, ["-m", "onepass", "run", "quickstart"])
+    run(tree, "-m", "onepass", "run", "quickstart")
     return {"onepass run quickstart": time.perf_counter() - began}
 
 
+MEASUREMENTS = {"steps": steps, "wrapper": wrapper, "modules": modules, "quickstart": quickstart}
+
+
 def main() -> None:
-    measurements = {
-        "steps": steps,
-        "wrapper": wrapper,
-        "modules": modules,
-        "quickstart": quickstart,
-    }
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default=",".join(measurements))
-    given = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("before", type=Path)
+    arguments.add_argument("after", type=Path)
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--only", default=",".join(MEASUREMENTS))
+    given = arguments.parse_args()
     ratios: dict[str, list[float]] = {}
     for number in range(given.rounds):
         for name in given.only.split(","):
             order = (given.before, given.after) if number % 2 == 0 else (given.after, given.before)
-            times = {tree: measurements[name](tree) for tree in order}
+            times = {tree: MEASUREMENTS[name](tree) for tree in order}
             for what, after in times[given.after].items():
                 ratios.setdefault(what, []).append(after / times[given.before][what])
-    print("| what | after / before, median | quartiles |\n|---|---|---|")
+    print("\n".join(heading("what", "after / before, median", "quartiles")))
     for what, found in ratios.items():
         low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
-        print(f"| {what} | {middle:.3f} | {low:.3f} – {high:.3f} |")
+        print(row(what, f"{middle:.3f}", f"{low:.3f} – {high:.3f}"))
 
 
 if __name__ == "__main__":
