@@ -2,13 +2,13 @@
 
     python benchmarks/endless.py [--batches 1000000] [--windows 20]
 
-A tiny net, A-GEM without task boundaries, batches of 4 out of a concept that drifts, labels that appear on the way. Printed for each window of
-the stream: megabytes resident at its end, microseconds of CPU a step in it, and what the memory holds.
+A tiny net, A-GEM without task boundaries, batches of 4 out of a concept that drifts, labels that
+appear on the way. Printed for each window of the stream: megabytes resident at its end,
+microseconds of CPU per step in it, and the bytes of the memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from common import parser
 from onepass import Memory, OnePass
 
 BUDGET = 200_000  # bytes of the memory
@@ -29,12 +30,10 @@ def resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batches", type=int, default=1_000_000)
-    parser.add_argument("--windows", type=int, default=20)
-    chosen = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--batches", type=int, default=1_000_000)
+    arguments.add_argument("--windows", type=int, default=20)
+    chosen = arguments.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10))

@@ -2,18 +2,18 @@
 
     python benchmarks/packing.py
 
-Microseconds a run-step of one single-threaded process in the third task, for the quickstart (64-256-256-10, batch 10, reference batch 100). The
-constants of `onepass.studies.packing` come from it: how many rows pay, and what a step and a method's state cost in examples.
+Microseconds per run-step of one single-threaded process in the third task, for the quickstart
+(64-256-256-10, batch 10, reference batch 100). The constants of `onepass.studies.packing` come from
+it: how many rows pay, and what a step and a method's state cost in examples.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 
 import torch
 
+from common import heading, now, parser, row
 from onepass.engine.cpu import keep_freed_memory
 from onepass.learners import METHODS
 from onepass.protocol import Run, assemble
@@ -25,10 +25,11 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 def microseconds(name: str, rows: int, device: str, steps: int) -> float:
     recipe = load("quickstart")
+    stream = open_stream(recipe, None)
     runs = [Run(seed, {"learning_rate": 0.03, "strength": 10.0}) for seed in range(rows)]
-    options = recipe.method_options(name)
+    setup, options = recipe.setup(), recipe.method_options(name)
     feed, fleet, learner = assemble(
-        open_stream(recipe, None), "ev", METHODS[name], runs, recipe.setup(), options, device=device
+        stream, "ev", METHODS[name], runs, setup, options, device=device
     )
     for phase in range(2):
         learner.begin_task(phase)
@@ -39,39 +40,28 @@ def microseconds(name: str, rows: int, device: str, steps: int) -> float:
     batches = list(feed.batches(2))[: steps + 5]
     for batch in batches[:5]:
         fleet.learn(learner, batch)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = now(device)
     for batch in batches[5:]:
         fleet.learn(learner, batch)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / len(batches[5:]) / rows * 1e6
+    return (now(device) - began) / len(batches[5:]) / rows * 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    arguments.add_argument("--rounds", type=int, default=3)
+    given = arguments.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     names = ["van", "ewc", "a-gem"]
-    print(f"| runs | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    print("\n".join(heading("runs", *names)))
     for rows in ROWS:
-        found = {
-            name: [
-                microseconds(name, rows, arguments.device, max(20, 160 // rows))
-                for _ in range(arguments.rounds)
-            ]
-            for name in names
-        }
-        print(
-            f"| {rows} | {' | '.join(f'{statistics.median(times):.0f}' for times in found.values())} |",
-            flush=True,
-        )
+        steps = max(20, 160 // rows)
+        cells = []
+        for name in names:
+            times = [microseconds(name, rows, given.device, steps) for _ in range(given.rounds)]
+            cells.append(f"{statistics.median(times):.0f}")
+        print(row(rows, *cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The experiments about Split CIFAR in docs/reproduction.md, most of them over five seeds, each into a file of its own:
+# The experiments about Split CIFAR in docs/reproduction.md, most of them over five seeds, each into
+# a file of its own:
 #
 #     bash benchmarks/split_cifar.sh FOLDER [arguments for sensitivity.py, such as --data DIR]
 #
-# What has its file already is not done again, so that it can be interrupted; what fails is named at the end. On an H200 that is
-# estimated to be half an hour, on a CPU it is days: there, `--seeds 1 --set stream_options.train_examples=20` shows whether everything runs.
+# What has its file already is not done again, so the program can be interrupted. What fails is
+# named at the end. On an H200 that is estimated to be half an hour, on a CPU it is days: there,
+# `--seeds 1 --set stream_options.train_examples=20` shows whether everything runs.
 set -u
 [ $# -gt 0 ] || { echo "name a folder for the outputs: bash benchmarks/split_cifar.sh FOLDER" >&2; exit 2; }
 folder=$1

@@ -1,21 +1,23 @@
-"""What A-GEM costs in a module of one's own: a step of `OnePass` against a plain step and a plain step on the reference batch.
+"""What A-GEM costs in a module of one's own: a step of `OnePass` against two plain steps.
 
     python benchmarks/wrapper.py [--device cuda] [--rounds 30] [--markdown FILE]
 
-For a small fully connected net (784-256-256-10), a ResNet-18 (11 million parameters, 32×32 images) and a transformer encoder (4 layers,
-width 128, 32 tokens): batch 10 and the reference batch in the table, which both draw at random from a memory twice as large. The plain steps
-are those of a plain loop with `torch.optim.SGD`; all are measured in turns in one run, and the ratio is the median of the rounds' ratios. The
-last columns are megabytes: the peak of a step of `OnePass` minus the peak of a plain step, beside the paper's formula for that difference,
-`P + M·H`: `P` the parameters, `M` the reference batch, and `H` what one more example in a large batch costs a plain step (measured between
-`2 M` and `3 M`, where activations and not the gradients of parameters make the peak), plus the example itself.
+One plain step is on the batch, the other on the reference batch. Measured for a small fully
+connected net (784-256-256-10), a ResNet-18 (11 million parameters, 32×32 images) and a transformer
+encoder (4 layers, width 128, 32 tokens): batch 10 and the reference batch in the table, which both
+sides draw at random from a memory twice as large. The plain steps are those of a plain loop with
+`torch.optim.SGD`. All are measured in turns in one process, and the ratio is the median of the
+rounds' ratios. The last columns are megabytes: the peak of a step of `OnePass` minus the peak of a
+plain step, beside the paper's formula for that difference, `P + M·H`. `P` are the parameters, `M`
+is the reference batch, and `H` is what one more example in a large batch costs a plain step
+(measured between `2 M` and `3 M`, where activations and not the gradients of parameters make the
+peak), plus the example itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
+from common import Lines, heading, now, parser, row
 from onepass import Memory, OnePass
 from onepass.models.mlp import mlp
 from onepass.models.resnet import ResNet
@@ -47,9 +50,8 @@ class Encoder(nn.Module):
         return out
 
 
-MODELS: dict[
-    str, tuple[Callable[[], nn.Module], int, int]
-] = {  # how to build it, and reference batches on a CPU and on a GPU
+# How to build it, and reference batches on a CPU and on a GPU.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     "784-256-256-10": (lambda: mlp(784, [256, 256], CLASSES), 256, 256),
     "ResNet-18": (lambda: ResNet(64, CLASSES), 32, 256),
     "transformer encoder": (Encoder, 64, 256),
@@ -62,9 +64,8 @@ def examples(name: str, count: int, device: str) -> tuple[Tensor, Tensor]:
     if name == "transformer encoder":
         x = torch.randint(0, 1000, (count, 32), generator=generator)
     else:
-        x = torch.randn(
-            count, *((3, 32, 32) if name == "ResNet-18" else (784,)), generator=generator
-        )
+        shape = (3, 32, 32) if name == "ResNet-18" else (784,)
+        x = torch.randn(count, *shape, generator=generator)
     return x.to(device), y.to(device)
 
 
@@ -78,7 +79,7 @@ def plain_step(module: nn.Module, x: Tensor, y: Tensor, draw: int | None = None)
             chosen = torch.randperm(len(x), device=x.device)[:draw]
             batch, labels = x[chosen], y[chosen]
         optimizer.zero_grad()
-        cross_entropy(module(batch), labels).backward()
+        cross_entropy(module(batch), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step
@@ -86,12 +87,9 @@ def plain_step(module: nn.Module, x: Tensor, y: Tensor, draw: int | None = None)
 
 def agem(module: nn.Module, past: tuple[Tensor, Tensor], reference: int) -> OnePass:
     """A learner with a memory of two past tasks, each as large as the reference batch."""
+    memory = Memory(per_task=reference)
     learner = OnePass(
-        module,
-        "a-gem",
-        learning_rate=0.001,
-        memory=Memory(per_task=reference),
-        reference_batch=reference,
+        module, "a-gem", learning_rate=0.001, memory=memory, reference_batch=reference
     )
     for task in range(2):
         for start in range(task * reference, (task + 1) * reference, BATCH):
@@ -103,15 +101,13 @@ def agem(module: nn.Module, past: tuple[Tensor, Tensor], reference: int) -> OneP
 
 
 def seconds(step: Step, count: int, device: str) -> float:
-    began = time.perf_counter()
+    began = now(device)
     for _ in range(count):
         step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / count
+    return (now(device) - began) / count
 
 
-def measure(name: str, device: str, rounds: int) -> list[str]:
+def measure(name: str, device: str, rounds: int) -> str:
     build, on_cpu, on_gpu = MODELS[name]
     reference = on_gpu if device == "cuda" else on_cpu
     x, y = examples(name, BATCH, device)
@@ -128,101 +124,84 @@ def measure(name: str, device: str, rounds: int) -> list[str]:
     count = max(1, round(0.25 / seconds(steps[2], 3, device)))
     times = [[seconds(step, count, device) for step in steps] for _ in range(rounds)]
     ratio = statistics.median(ours / (plain + again) for plain, again, ours in times)
-    milliseconds = [
-        f"{1000 * statistics.median(column):.2f}" for column in zip(*times, strict=True)
-    ]
-    extra, formula = memory(build, device, reference, (x, y), past)
-    return [
-        name,
-        str(reference),
-        *milliseconds,
-        f"{ratio:.2f}",
-        f"{extra / 2**20:.1f}",
-        f"{formula / 2**20:.1f}",
-        f"{extra / formula:.2f}",
-    ]
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    extra, formula = extra_memory(build, device, reference, (x, y), past)
+    speed = *(f"{1000 * median:.2f}" for median in medians), f"{ratio:.2f}"
+    mebibytes = f"{extra / 2**20:.1f}", f"{formula / 2**20:.1f}"
+    return row(name, reference, *speed, *mebibytes, f"{extra / formula:.2f}")
 
 
-def memory(
+def extra_memory(
     build: Callable[[], nn.Module],
     device: str,
     reference: int,
     batch: tuple[Tensor, Tensor],
     past: tuple[Tensor, Tensor],
 ) -> tuple[int, int]:
-    """Extra bytes of an A-GEM step over a plain step, the examples in the memory aside, and the paper's formula for them."""
+    """Extra bytes of an A-GEM step over a plain step, and the paper's formula for them.
+
+    The examples in the memory do not count.
+    """
     module = build().to(device)
     parameters = sum(p.nbytes for p in module.parameters())
-    many = [tensor.repeat(2, *[1] * (tensor.dim() - 1)) for tensor in past]
-    fewer, more = (
-        peak(plain_step(module, *(tensor[: n * reference] for tensor in many)), module, device)
-        for n in (2, 3)
-    )
-    hidden = more - fewer  # M·H: what a plain step needs more for so many more examples
-    del many
+    x, y = past
+    many = x.repeat(2, *[1] * (x.dim() - 1)), y.repeat(2)
+    peaks = []
+    for n in (2, 3):
+        step = plain_step(module, many[0][: n * reference], many[1][: n * reference])
+        peaks.append(peak(step, module, device))
+    hidden = peaks[1] - peaks[0]  # M·H: what a plain step needs for `reference` more examples
+    del many, step
     plain = peak(plain_step(module, *batch), module, device)
     learner = agem(module, past, reference)
     agem_peak = peak(lambda: learner.observe(*batch), module, device)
-    if (
-        device == "cpu"
-    ):  # a profiler sees what a step takes, and not the gradients that stay between steps
+    if device == "cpu":
+        # The profiler sees what a step allocates, not the gradients that stay between steps.
         agem_peak += sum(views.whole.nbytes for views in learner.fleet.gradients._workspaces)
     else:
         assert learner.memory is not None
         assert learner.memory.storage is not None
         agem_peak -= learner.memory.storage.nbytes
-    return agem_peak - plain, parameters + hidden + past[0][:reference].nbytes
+    return agem_peak - plain, parameters + hidden + x[:reference].nbytes
 
 
 def peak(step: Step, module: nn.Module, device: str) -> int:
-    """Bytes at the worst moment of a step: all there are on a GPU, those that the step itself takes on a CPU."""
+    """Bytes at the worst moment of a step: all of a GPU, those of the step itself on a CPU."""
     step()
     module.zero_grad()
     gc.collect()  # what was traced leaves cycles behind
+    most: int
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
-        most = torch.cuda.memory_stats()[
-            "requested_bytes.all.peak"
-        ]  # what the allocator rounds up depends on what was there before
+        # Requested bytes: what the allocator rounds up depends on what was there before.
+        most = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             step()
-        now = most = 0
-        for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
+        held = most = 0
+        for event in found.profiler.kineto_results.events():
             if event.name() == "[memory]":
-                now += event.nbytes()
-                most = max(most, now)
+                held += event.nbytes()
+                most = max(most, held)
     module.zero_grad()
     return most
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--markdown", type=Path)
-    chosen = parser.parse_args()
-    head = [
-        "module",
-        "reference batch",
-        "plain ms",
-        "plain on the reference ms",
-        "A-GEM ms",
-        "A-GEM / both",
-        "extra MiB",
-        "formula MiB",
-        "extra / formula",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", default="cpu")
+    arguments.add_argument("--rounds", type=int, default=30)
+    arguments.add_argument("--markdown", type=Path)
+    given = arguments.parse_args()
+    times = "plain ms", "plain on the reference ms", "A-GEM ms", "A-GEM / both"
+    space = "extra MiB", "formula MiB", "extra / formula"
+    lines = Lines()
+    lines.add(*heading("module", "reference batch", *times, *space))
     for name in MODELS:
-        lines.append("| " + " | ".join(measure(name, chosen.device, chosen.rounds)) + " |")
-        print(lines[-1], flush=True)
-    if chosen.markdown is not None:
-        chosen.markdown.write_text("\n".join(lines) + "\n")
+        lines.add(measure(name, given.device, given.rounds))
+    lines.write(given.markdown)
 
 
 if __name__ == "__main__":

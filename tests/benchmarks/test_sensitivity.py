@@ -12,7 +12,7 @@ import pytest
 from onepass.learners import METHODS
 from onepass.metrics import average_accuracy
 from onepass.protocol import train
-from sensitivity import Beginning, beginning, recorded, row
+from sensitivity import Beginning, beginning, recorded, summary
 from tests.training import SETUP, digits, runs
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_the_first_tasks_alone_are_learnt_as_in_the_whole_stream(method: str) ->
 def test_a_row_has_the_mean_of_its_runs_and_the_path_to_it() -> None:
     stored = recorded(ROOT / "results" / "split-cifar", "a-gem")
     records = [beginning(record, 6) for record in stored]
-    line, singles = row("as stored", records)
+    line, singles = summary("as stored", records)
     after = [average_accuracy(record.accuracy) for record in records]
     assert line.startswith(f"| as stored | {sum(after) / 5:.4g} ± ")
     shown, path = singles.split("; ")

@@ -1,4 +1,4 @@
-"""Ends of tasks that make no sense, and second looks at bad data, are refused."""
+"""Ends of tasks that make no sense, and second passes over bad data, are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that somebody changes while they learn are noticed."""
+"""Changes of a module from outside, while it learns, are noticed."""
 
 from __future__ import annotations
 

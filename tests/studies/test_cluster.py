@@ -33,7 +33,7 @@ distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[distributed.LocalCluster]:
-    # Dask restarts a worker that dies; the fleet goes to whoever is there.
+    # Dask restarts a worker that dies; the fleet goes to any worker there is.
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1"
     ) as made:
